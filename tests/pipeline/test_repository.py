@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This repository's own series and noxfile."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+from ci.regress import REPOSITORY, manifest, worktree
+from tests.pipeline.project import Project, write_files
+
+PATCHES = REPOSITORY / "patches"
+LOADED = manifest.load(PATCHES)
+TARGETS = sorted(LOADED.targets)
+
+
+def test_one_default_target() -> None:
+    name, target = LOADED.select(None)
+    assert name in TARGETS
+    # noxfile.py installs the first one alone, before anything that depends on it
+    assert target.requirements[0].startswith("torch==")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_blobs_are_the_existing_files_that_the_series_touches(name: str) -> None:
+    target = LOADED.targets[name]
+    existing: set[str] = set()
+    created: set[str] = set()
+    for patch in target.patches:
+        for file, new in worktree.touched_files(PATCHES / target.series / patch.file).items():
+            if new:
+                created.add(file)
+            elif file not in created:
+                existing.add(file)
+    assert set(target.blobs) == existing
+    added = {file for patch in target.patches for file in patch.adds}
+    assert added <= created
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_patches_bear_the_identity_and_say_why(name: str) -> None:
+    target = LOADED.targets[name]
+    for patch in target.patches:
+        mail = message_from_string((PATCHES / target.series / patch.file).read_text(encoding="utf-8"))
+        author = f"{LOADED.identity.name} <{LOADED.identity.email}>"
+        assert (patch.file, " ".join(mail["From"].split())) == (patch.file, author)
+        assert mail["Subject"].startswith("[PATCH")
+        for ours, theirs in patch.adds.items():
+            assert (REPOSITORY / theirs).is_file(), f"{patch.file} adds {ours}; {theirs} is not there"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_contracts_marked_and_declared_are_the_same(name: str) -> None:
+    marked = set()
+    for file in sorted((REPOSITORY / "tests" / "contracts").glob("test_*.py")):
+        marked |= set(re.findall(r"""\.contract\(\s*["']([^"']+)["']""", file.read_text(encoding="utf-8")))
+    assert marked == set(LOADED.targets[name].contracts)
+
+
+def run_nox(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run nox on a noxfile's directory."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("NOX", "PIP_", "PYTEST_"))}
+    command = [sys.executable, "-m", "nox", "--noxfile", str(directory / "noxfile.py"), *arguments]
+    merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, cwd=directory, env=clean | more, **merged, text=True, timeout=120)
+
+
+def test_nox_without_an_environment_installs_nothing() -> None:
+    done = run_nox(REPOSITORY, "--no-venv", "-s", "regress", "--", "--list")
+    assert done.returncode == 0, done.stdout
+    assert TARGETS[0] in done.stdout
+    assert "pip install" not in done.stdout
+    assert sys.executable in done.stdout
+
+
+def test_nox_hands_the_exit_status_on() -> None:
+    done = run_nox(REPOSITORY, "--no-venv", "-s", "regress", "--", "--target", "no/such")
+    assert done.returncode != 0
+    assert "exit code 2" in done.stdout
+    assert "--target no/such: not in series.toml" in done.stdout
+
+
+def test_nox_installs_once(project: Project) -> None:
+    project.write()
+    directory = project.root / "checkout"
+    files = {
+        "noxfile.py": (REPOSITORY / "noxfile.py").read_text(),
+        "pyproject.toml": "[dependency-groups]\npipeline = []\n",
+        "patches/series.toml": '[targets.x]\ndefault = true\nrequirements = ["nemo-automodel==9.9.9"]\n',
+        "ci/regress/__main__.py": "import nemo_automodel, sys\nprint('ran with', sys.argv[1:])\n",
+    }
+    write_files(directory, files)
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project.wheel.parent), "PIP_CONFIG_FILE": os.devnull}
+    first = run_nox(directory, "-s", "regress", "--", "--only", "a.b", **pip)
+    assert first.returncode == 0, first.stdout
+    said = first.stdout
+    assert said.count("pip install nemo-automodel==9.9.9") == 2
+    assert said.index("pip install") < said.index("ran with ['--only', 'a.b']")
+    second = run_nox(directory, "-s", "regress", **pip)
+    assert second.returncode == 0
+    assert "pip install" not in second.stdout
+    assert "requirements unchanged" in second.stdout
+    write_files(directory, {"pyproject.toml": '[dependency-groups]\npipeline = ["nemo-automodel>=9"]\n'})
+    third = run_nox(directory, "-s", "regress", **pip)
+    assert "pip install nemo-automodel==9.9.9 'nemo-automodel>=9'" in third.stdout
