@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Checkpointer.save_optimizer`` and ``load_optimizer`` on top of ``sparse_optimizer_state``.
+
+Upstream: ``nemo_automodel/components/checkpoint/checkpointing.py`` and ``stateful_wrappers.py`` (0.5.0: lines 433 to
+467, and class ``OptimizerState``).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
+    load_optimizer_state,
+    log_parameters_without_state,
+    optimizer_state_dict,
+)
+
+
+class Checkpointer:
+    """Replacement parts for upstream's class of the same name; ``install`` puts them into it.
+
+    Optimizers that upstream saves by integer ids (PEFT with expert parallelism or quantised weights) keep upstream's
+    own methods, reached as ``upstream_save_optimizer`` and ``upstream_load_optimizer``.
+    """
+
+    def save_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        model: nn.Module | list[nn.Module],
+        weights_path: str,
+        scheduler: Any | None = None,
+    ) -> None:
+        """Save optimizer and scheduler to ``weights_path/optim``; the live run is not moved.
+
+        Args:
+            optimizer: The optimizer, or one a model part.
+            model: The model, or its parts on this rank.
+            weights_path: Directory of the checkpoint.
+            scheduler: Scheduler, or schedulers of which the first is saved; ``None`` for none.
+        """
+        models, optimizers, schedulers = _listed(model), _listed(optimizer), _listed(scheduler)
+        if _native(self, models):
+            self.upstream_save_optimizer(optimizer, model, weights_path, scheduler)
+            return
+        path = os.path.join(weights_path, "optim")
+        os.makedirs(path, exist_ok=True)
+        optim: dict[str, Any] = {}
+        for part, owner in zip(models, optimizers, strict=False):
+            optim.update(optimizer_state_dict(part, owner))
+        state: dict[str, Any] = {"optim": optim}
+        if schedulers:
+            state["sched"] = schedulers[0].state_dict()
+        log_parameters_without_state(models, optimizers)
+        self._optim_ctx.future = self._do_save(state, path)
+
+    def load_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        model: nn.Module | list[nn.Module],
+        weights_path: str,
+        scheduler: Any | None = None,
+        *,
+        allow_new_parameters: bool | None = None,
+    ) -> None:
+        """Load optimizer and scheduler from ``weights_path/optim``; what was saved without state stays without.
+
+        Args:
+            optimizer: The optimizer, or one a model part.
+            model: The model, or its parts on this rank.
+            weights_path: Directory of the checkpoint.
+            scheduler: Scheduler or schedulers to load; ``None`` leaves them alone.
+            allow_new_parameters: Start parameters that the checkpoint does not list without state. ``None`` takes
+                the field of that name from the checkpointing config, where it has one.
+
+        Raises:
+            OptimizerStateError: On every rank alike, with nothing changed, if the checkpoint does not fit.
+        """
+        models, optimizers, schedulers = _listed(model), _listed(optimizer), _listed(scheduler)
+        if _native(self, models):
+            self.upstream_load_optimizer(optimizer, model, weights_path, scheduler)
+            return
+        if allow_new_parameters is None:
+            allow_new_parameters = getattr(self.config, "allow_new_parameters", False)
+        load_optimizer_state(
+            models,
+            optimizers,
+            schedulers,
+            os.path.join(weights_path, "optim"),
+            allow_new_parameters=allow_new_parameters,
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _native(checkpointer: Any, models: list[nn.Module]) -> bool:
+    modules = [module for model in models for module in model.modules()]
+    return bool(checkpointer.config.is_peft) and any(
+        getattr(module, "ep_size", 1) > 1 or getattr(module, "quant_state", None) is not None for module in modules
+    )

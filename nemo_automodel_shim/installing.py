@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the fixes into an installed, unpatched release in the running process, and take them out again."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo_automodel_shim.components.checkpoint import checkpointing
+from nemo_automodel_shim.components.models.deepseek_v4.hyper_connections import init_hyper_connections
+from nemo_automodel_shim.components.models.deepseek_v4.indexer_policy import apply_indexer_policy
+from nemo_automodel_shim.components.moe import experts
+
+_PACKAGE = "nemo_automodel"
+
+# Git blob ids of the sources that the fixes were made for, by release; a test holds them against patches/series.toml.
+KNOWN_RELEASES: dict[str, dict[str, str]] = {
+    "automodel/v0.5.0": {
+        "nemo_automodel/components/checkpoint/checkpointing.py": "457312ad1e358d135b942fd6206b67a08fcf07e8",
+        "nemo_automodel/components/checkpoint/config.py": "854cdae0619d666accc2ece6639b40e686a4890c",
+        "nemo_automodel/components/checkpoint/stateful_wrappers.py": "36dd0259afd853c2e0f552e8f9bf768a686afd97",
+        "nemo_automodel/components/models/deepseek_v4/config.py": "5f683a124b1c2af09641dc029597783ddbe30d27",
+        "nemo_automodel/components/models/deepseek_v4/layers.py": "6e42c1415b277809ca949e7ac42e48037b0cf0d7",
+        "nemo_automodel/components/models/deepseek_v4/model.py": "4ff9bd471104f7ab640eae58ffbc114500b1866a",
+        "nemo_automodel/components/models/deepseek_v4/mtp.py": "266a5ed7d7ac1a5233bcb2bb73d40fb8a301fe40",
+        "nemo_automodel/components/moe/experts.py": "abb866e071f058cd014fbca25e57843d725c4d1e",
+        "nemo_automodel/components/utils/model_utils.py": "528624fdd048487aabe7faf68c6f1b955d729f0a",
+    },
+}
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+class UnknownReleaseError(RuntimeError):
+    """The ``nemo_automodel`` that would be imported is none that the fixes were made for; nothing was installed."""
+
+
+def install() -> str:
+    """Put the fixes into the release that ``import nemo_automodel`` finds.
+
+    Objects that were imported earlier are covered: classes are changed in place. A second call does nothing.
+
+    Returns:
+        The release, one of ``KNOWN_RELEASES``.
+
+    Raises:
+        UnknownReleaseError: If the sources are those of no known release. Nothing is installed then.
+    """
+    release = _identify()
+    if _replaced:
+        return release
+    changes = _changes()
+    for owner, name, value in changes:
+        _replaced.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        setattr(owner, name, value)
+    return release
+
+
+def uninstall() -> None:
+    """Restore what ``install`` replaced. Models that were built meanwhile keep what their construction did."""
+    while _replaced:
+        owner, name, value = _replaced.pop()
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+_ABSENT = object()
+
+
+def _identify() -> str:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise UnknownReleaseError(f"{_PACKAGE} is not installed here; known releases: {', '.join(KNOWN_RELEASES)}.")
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    different: dict[str, list[str]] = {}
+    for release, blobs in KNOWN_RELEASES.items():
+        different[release] = [path for path, blob in blobs.items() if _blob_id(root / path) != blob]
+        if not different[release]:
+            return release
+    listing = "; ".join(f"{release}: {', '.join(paths)}" for release, paths in different.items())
+    raise UnknownReleaseError(
+        f"The sources below {root} are those of no known release (files that differ: {listing}). Nothing was "
+        "installed; apply the patches of the nearest baseline instead."
+    )
+
+
+def _blob_id(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _changes() -> list[tuple[Any, str, Any]]:
+    """Everything to replace, gathered before anything is: (owner, attribute, value)."""
+    upstream_experts = _module("components.moe.experts")
+    upstream_checkpointing = _module("components.checkpoint.checkpointing")
+    config = _module("components.models.deepseek_v4.config").DeepseekV4Config
+    layers = _module("components.models.deepseek_v4.layers")
+    model = _module("components.models.deepseek_v4.model").DeepseekV4ForCausalLM
+    model_utils = _module("components.utils.model_utils")
+    infrastructure = _module("_transformers.infrastructure", needed=False)
+    checkpointer = upstream_checkpointing.Checkpointer
+
+    changes: list[tuple[Any, str, Any]] = [
+        (upstream_experts.GroupedExperts, "forward", experts.GroupedExperts.forward),
+        (checkpointer, "upstream_save_optimizer", checkpointer.save_optimizer),
+        (checkpointer, "upstream_load_optimizer", checkpointer.load_optimizer),
+        (checkpointer, "save_optimizer", checkpointing.Checkpointer.save_optimizer),
+        (checkpointer, "load_optimizer", checkpointing.Checkpointer.load_optimizer),
+        (config, "train_indexer", False),
+        (layers.DeepseekV4Indexer, "__init__", _then(layers.DeepseekV4Indexer.__init__, _freeze_unless_trained)),
+    ]
+
+    def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        apply_indexer_policy(self, layers.DeepseekV4Indexer, trainable=getattr(config, "train_indexer", False))
+
+    def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
+        init_hyper_connections(
+            self,
+            (layers.DeepseekV4HyperConnection, layers.DeepseekV4HyperHead),
+            (layers.DeepseekV4Compressor, layers.DeepseekV4Indexer),
+            float(getattr(self.config, "initializer_range", 0.02)),
+        )
+
+    changes += [
+        (model, "__init__", _then(model.__init__, built)),
+        (model, "initialize_weights", _after(initialised, model.initialize_weights)),
+    ]
+    for owner in (model_utils, infrastructure):
+        if owner is not None:
+            freeze = owner.freeze_deepseek_v4_indexer_params
+            changes.append((owner, "freeze_deepseek_v4_indexer_params", _unless_trained(freeze)))
+    return changes
+
+
+def _module(name: str, needed: bool = True) -> Any:
+    try:
+        return importlib.import_module(f"{_PACKAGE}.{name}")
+    except ImportError:
+        if needed:
+            raise
+        return None
+
+
+def _then(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(first)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = first(self, *args, **kwargs)
+        second(self, *args, **kwargs)
+        return result
+
+    return both
+
+
+def _after(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    # Initialised first, so that the release's own cast to the model dtype still comes last.
+    @functools.wraps(second)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        first(self, *args, **kwargs)
+        return second(self, *args, **kwargs)
+
+    return both
+
+
+def _freeze_unless_trained(indexer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    if not getattr(config, "train_indexer", False):
+        indexer.requires_grad_(False)
+
+
+def _unless_trained(freeze: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(freeze)
+    def policy(model: Any) -> None:
+        if not getattr(getattr(model, "config", None), "train_indexer", False):
+            freeze(model)
+
+    return policy
