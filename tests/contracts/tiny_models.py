@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V4 models of the release, small enough for a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.contracts.upstream import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV4Indexer, cpu_backend
+
+VOCABULARY = 256
+
+
+def build_deepseek_v4(**options: object) -> DeepseekV4ForCausalLM:
+    """Four layers, one of which (layer 2) has an indexer and one (layer 3) a 128-token compressor, in BF16."""
+    config = DeepseekV4Config(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "q_lora_rank": 32,
+            "o_lora_rank": 32,
+            "o_groups": 2,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "compress_ratios": [0, 0, 4, 128],
+            "sliding_window": 32,
+            "num_hash_layers": 0,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 4,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_topk": 8,
+            "num_nextn_predict_layers": 0,
+            "max_position_embeddings": 512,
+            "torch_dtype": "bfloat16",
+            **options,
+        }
+    )
+    return DeepseekV4ForCausalLM(config, backend=cpu_backend())
+
+
+def seed_parameters(model: nn.Module, seed: int) -> None:
+    """Give every parameter a seeded value.
+
+    0.5.0's own initialisation leaves the hyper-connections as the memory was, and the loss with them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim >= 2:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.02)
+            else:
+                param.fill_(0.0 if name.endswith(("base", "sinks_param.weight")) else 1.0)
+
+
+def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of every indexer module, by fully qualified name."""
+    return {
+        name: param
+        for prefix, module in model.named_modules()
+        if isinstance(module, DeepseekV4Indexer)
+        for name, param in module.named_parameters(prefix=prefix)
+    }

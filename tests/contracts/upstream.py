@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The upstream names that contracts use, from whichever tree this side imports.
+
+Rank processes import this module before anything else, so that a side that runs with the shim has it there too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
+from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+from nemo_automodel.components.models.common.utils import BackendConfig
+from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
+from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexer
+from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
+from nemo_automodel.components.moe.config import MoEConfig
+from nemo_automodel.components.moe.layers import MoE
+from nemo_automodel.components.moe.parallelizer import ExpertParallel, parallelize_model
+
+import nemo_automodel_shim
+
+__all__ = [
+    "PRELOAD",
+    "BackendConfig",
+    "Checkpointer",
+    "CheckpointingConfig",
+    "DeepseekV4Config",
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4Indexer",
+    "ExpertParallel",
+    "MoE",
+    "MoEConfig",
+    "cpu_backend",
+    "parallelize_model",
+    "plain_checkpointer",
+]
+
+# For the world launcher: with this imported, a rank starts without importing transformers again.
+PRELOAD = (__name__,)
+
+if os.environ.get("AUTOMODEL_SHIM_INSTALL") == "1":
+    nemo_automodel_shim.install()
+
+
+def cpu_backend(**options: object) -> BackendConfig:
+    """The release's own torch implementations, which run on a CPU."""
+    defaults = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch_fp32", "experts": "torch", "dispatcher": "torch"}
+    return BackendConfig(**{**defaults, "rope_fusion": False, **options})
+
+
+def plain_checkpointer(directory: os.PathLike | str, rank: int = 0) -> Checkpointer:
+    """The release's Checkpointer writing plain DCP, without Hugging Face export."""
+    config = CheckpointingConfig(
+        checkpoint_dir=directory, model_save_format="torch_save", save_consolidated=False, model_repo_id="none"
+    )
+    return Checkpointer(config, dp_rank=rank, tp_rank=0, pp_rank=0)
