@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README and the documents: every command runs, every path and test exists, every figure is the data's."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci import series
+from ci.regress import fetch, manifest, worktree
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LOADED = manifest.load(series.PATCHES)
+NAME, TARGET = LOADED.select(None)
+
+# The two commands are run by .ci/run, word for word.
+PREFIX = "python3 -m venv .venv && .venv/bin/python -m pip install -q nox && .venv/bin/nox -s "
+TWO_COMMANDS = [PREFIX + "regress", PREFIX + "tests"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Contents of the fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    """Every line of a console block that starts with the prompt."""
+    return [line[2:] for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
+
+
+ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
+REGRESS = re.compile(r"(?:nox -s regress(?: -- )?|python -m ci\.regress ?)(.*)")
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A git checkout with the release's files, as a fork has it, beside a checkout of this project."""
+    work = tmp_path_factory.mktemp("journey")
+    tree = work / "my-fork"
+    fetch.unpack_wheel(fetch.fetch_wheel(TARGET.wheel, series.CACHE, lambda line: None), tree)
+    worktree.commit_all(worktree.Git(work / "home", LOADED.identity), tree, "release")
+    (work / "automodel-moe-regress").symlink_to(ROOT)
+    return tree
+
+
+def shell(command: str, where: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of a page as its reader would."""
+    identity = {
+        f"GIT_{role}_{part}": value
+        for role in ("AUTHOR", "COMMITTER")
+        for part, value in (("NAME", LOADED.identity.name), ("EMAIL", LOADED.identity.email))
+    }
+    return subprocess.run(
+        command, shell=True, cwd=where, env=os.environ | identity, capture_output=True, text=True, check=False
+    )
+
+
+def test_two_commands_are_those_of_ci() -> None:
+    shown = [command for command in commands(ROOT / "README.md") if command.startswith("python3 -m venv")]
+    assert shown == TWO_COMMANDS
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("python3 -m venv")] == TWO_COMMANDS
+
+
+def test_every_command_is_known_here() -> None:
+    assert len(ALL_COMMANDS) >= 9
+    known = [command for command in ALL_COMMANDS if command in TWO_COMMANDS]
+    known += [command for command in ALL_COMMANDS if REGRESS.fullmatch(command)]
+    known += [command for command in ALL_COMMANDS if command.startswith("git ")]
+    assert sorted(known) == ALL_COMMANDS
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        command
+        for command in ALL_COMMANDS
+        if (found := REGRESS.fullmatch(command)) and found[1] and "--git" not in found[1]
+    ],
+)
+def test_regress_command_runs(command: str, fork: Path, tmp_path: Path) -> None:
+    arguments = shlex.split(REGRESS.fullmatch(command)[1])
+    arguments = [str(fork) if argument == "../my-fork" else argument for argument in arguments]
+    quick = [] if {"--list", "--help", "--only"} & set(arguments) else ["--only", "gather.gate-gradient"]
+    report = [] if "--help" in arguments else ["--report-dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ci.regress", *arguments, *quick, *report],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "--help" in arguments:
+        assert "exit status" in done.stdout.lower()
+    elif "--list" in arguments:
+        assert set(TARGET.contracts) <= set(done.stdout.split())
+    else:
+        assert "gather.gate-gradient" in done.stdout
+        assert ("fixed" if "--apply" in arguments or "--only" in arguments else "open") in done.stdout
+
+
+def test_series_goes_on_and_comes_off_a_fork(fork: Path) -> None:
+    apply, undo = (command for command in commands(ROOT / "README.md") if command.startswith("git "))
+    start = shell("git rev-parse HEAD^{tree}", fork).stdout
+    applied = shell(apply, fork)
+    assert applied.returncode == 0, applied.stderr
+    subjects = shell("git log --format=%s", fork).stdout.splitlines()
+    assert len(subjects) == 1 + len(TARGET.patches)
+    assert shell("git rev-parse HEAD^{tree}", fork).stdout != start
+    undone = shell(undo, fork)
+    assert undone.returncode == 0, undone.stderr
+    assert shell("git rev-parse HEAD^{tree}", fork).stdout == start
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_and_tests_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    checked = 0
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / path).exists(), path
+        checked += 1
+    for name in re.findall(r"`([^`\s]+)`", text):
+        path, _, test = name.partition("::")
+        if re.match(r"(patches|nemo_automodel_shim|tests|ci|docs)/", path):
+            assert (ROOT / path).exists(), path
+            checked += 1
+        if test:
+            assert re.search(rf"^def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), name
+    assert checked >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_contracts_that_are_named_are_declared(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    families = sorted({contract.partition(".")[0] for contract in TARGET.contracts})
+    named = set(re.findall(rf"\b((?:{'|'.join(families)})\.[a-z]+(?:-[a-z]+)+|smoke\.resume)\b", text))
+    assert named
+    assert named <= set(TARGET.contracts)
+
+
+def test_design_names_every_contract_that_is_red_on_stock() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    red = [name for name, contract in TARGET.contracts.items() if contract.signature]
+    assert [name for name in red if f"`{name}`" not in text] == []
+
+
+def test_pins_in_the_text_are_the_datas() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert set(re.findall(r"`([0-9a-f]{9,40})`", text)) <= {TARGET.commit, TARGET.commit[:9]}
+    assert f"patches/{TARGET.series}/" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"reverting the {['no', 'one', 'two', 'three', 'four', 'five'][len(TARGET.patches)]} commits" in (
+        ROOT / "README.md"
+    ).read_text(encoding="utf-8")
+    assert f"HEAD~{len(TARGET.patches)}..HEAD" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_python_blocks_compile() -> None:
+    found = [block for page in PAGES for block in blocks(page, "python")]
+    assert found
+    for block in found:
+        compile(block, "page", "exec")
