@@ -18,47 +18,20 @@ nox.options.sessions = ["regress", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 
-# Both sessions run in one environment: torch is large, and what they need differs by nox alone.
-ENVIRONMENT_DIRECTORY = ".nox/environment"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 PATIENCE_S = 20.0
 
-
-@nox.session(venv_location=ENVIRONMENT_DIRECTORY)
-def regress(session: nox.Session) -> None:
-    """Run the contracts; arguments after `--` go to `python -m ci.regress`."""
-    _install(session)
-    _python(session, "-m", "ci.regress", *session.posargs)
+# What runs the sessions: the environment's interpreter, once that session has run.
+_interpreter = sys.executable
 
 
-@nox.session(venv_location=ENVIRONMENT_DIRECTORY)
-def tests(session: nox.Session) -> None:
-    """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""
-    _install(session)
-    _python(session, "-m", "pytest", "tests", *(session.posargs or ["-q"]))
-
-
-def _has_no_venv(session: nox.Session) -> bool:
-    return session.virtualenv.venv_backend == "none"
-
-
-def _python(session: nox.Session, *arguments: str) -> None:
-    external = _has_no_venv(session)
-    session.run(
-        sys.executable if external else "python",
-        *arguments,
-        external=external,
-        env=ENVIRONMENT,
-        # After ^C the pipeline stops its sides and removes its trees; nox would kill it half a second later.
-        interrupt_timeout=PATIENCE_S,
-        terminate_timeout=PATIENCE_S,
-    )
-
-
-def _install(session: nox.Session) -> None:
-    """Install what the default target pins and what this project needs, unless the environment has just that."""
-    if _has_no_venv(session):
+@nox.session(default=False)
+def environment(session: nox.Session) -> None:
+    """Make the environment of the other sessions; one for all of them, since torch is large."""
+    if session.virtualenv.venv_backend == "none":
         return
+    global _interpreter
+    _interpreter = str(Path(session.bin) / "python")
     targets = nox.project.load_toml("patches/series.toml")["targets"].values()
     first, *others = next(target["requirements"] for target in targets if target.get("default"))
     own = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "tests")
@@ -72,3 +45,27 @@ def _install(session: nox.Session) -> None:
     session.install(first)
     session.install(first, *others, *own)
     stamp.write_text(digest, encoding="utf-8")
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def regress(session: nox.Session) -> None:
+    """Run the contracts; arguments after `--` go to `python -m ci.regress`."""
+    _python(session, "-m", "ci.regress", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def tests(session: nox.Session) -> None:
+    """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""
+    _python(session, "-m", "pytest", "tests", *(session.posargs or ["-q", "-n", "2"]))
+
+
+def _python(session: nox.Session, *arguments: str) -> None:
+    session.run(
+        _interpreter,
+        *arguments,
+        external=True,
+        env=ENVIRONMENT,
+        # After ^C the pipeline stops its sides and removes its trees; nox would kill it half a second later.
+        interrupt_timeout=PATIENCE_S,
+        terminate_timeout=PATIENCE_S,
+    )

@@ -91,7 +91,7 @@ def test_nox_installs_once(project: Project) -> None:
     directory = project.root / "checkout"
     files = {
         "noxfile.py": (REPOSITORY / "noxfile.py").read_text(),
-        "pyproject.toml": "[dependency-groups]\npipeline = []\n",
+        "pyproject.toml": "[dependency-groups]\ntests = []\n",
         "patches/series.toml": '[targets.x]\ndefault = true\nrequirements = ["nemo-automodel==9.9.9"]\n',
         "ci/regress/__main__.py": "import nemo_automodel, sys\nprint('ran with', sys.argv[1:])\n",
     }
@@ -106,6 +106,6 @@ def test_nox_installs_once(project: Project) -> None:
     assert second.returncode == 0
     assert "pip install" not in second.stdout
     assert "requirements unchanged" in second.stdout
-    write_files(directory, {"pyproject.toml": '[dependency-groups]\npipeline = ["nemo-automodel>=9"]\n'})
+    write_files(directory, {"pyproject.toml": '[dependency-groups]\ntests = ["nemo-automodel>=9"]\n'})
     third = run_nox(directory, "-s", "regress", **pip)
     assert "pip install nemo-automodel==9.9.9 'nemo-automodel>=9'" in third.stdout
