@@ -236,10 +236,12 @@ class _Planner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.raw: dict[str, bytes] = {}
+        self._known: dict[bytes, bytes] = {}
         self._values: dict[bytes, Any] = {}
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         raw = value.getvalue()
+        raw = self._known.setdefault(raw, raw)
         if raw not in self._values:
             # The trust that torch.distributed.checkpoint itself places in a checkpoint.
             self._values[raw] = torch.load(io.BytesIO(raw), weights_only=False)
