@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import expecttest
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -35,9 +36,9 @@ class TestRefusals(expecttest.TestCase):
         """Text of the refusal to load ``flat`` into ``run``, with the directory's name taken out."""
         if not self.path.exists():
             dcp.save({"optim": self.flat if flat is None else flat}, checkpoint_id=str(self.path))
-        with self.assertRaises(OptimizerStateError) as failure:
+        with pytest.raises(OptimizerStateError) as failure:
             load_optimizer_state([run.model], [run.optimizer], schedulers, self.path)
-        return str(failure.exception).replace(str(self.path), "PATH").replace(" rank 0: ", "\nrank 0: ")
+        return str(failure.value).replace(str(self.path), "PATH").replace(" rank 0: ", "\nrank 0: ")
 
     def test_damaged(self) -> None:
         del self.flat["state.used.weight.exp_avg_sq"], self.flat["state.used.bias.step"]
