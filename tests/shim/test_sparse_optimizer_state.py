@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     OptimizerStateError,
@@ -26,6 +27,11 @@ from tests.contracts.training import Run, differences, snapshot, start_run
 from tests.shim import state_ranks
 from tests.support.world import run_world
 
+
+class Renamed(torch.optim.AdamW):
+    """An optimizer of somebody's own that steps as torch's does."""
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
@@ -33,6 +39,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam-amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "adamw-tensor-lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
+    "adamw-subclass": lambda params: Renamed(params, lr=1e-2),
     "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "nadam": lambda params: torch.optim.NAdam(params),
     "radam": lambda params: torch.optim.RAdam(params),
@@ -97,8 +105,22 @@ def test_resume_equals_the_uninterrupted_run(optimizer: str, steps: int, loaded_
         lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, cycle_momentum=False),
         lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
         lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20),
+        lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
+            [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+                torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 6]),
+            ]
+        ),
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+                torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 6]),
+            ],
+            [1],
+        ),
     ],
-    ids=["multi-step", "cyclic", "cosine", "one-cycle"],
+    ids=["multi-step", "cyclic", "cosine", "one-cycle", "chained", "sequential"],
 )
 def test_schedulers_go_on_and_can_be_saved_again(make: Callable[[Any], Any], tmp_path: Path) -> None:
     def build() -> Run:
@@ -242,13 +264,208 @@ def test_a_save_says_how_many_have_no_state(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
+# Half of a single entry is none: such a parameter was never updated.
+SEVERAL_ENTRIES = [name for name in OPTIMIZERS if not name.startswith("sgd")]
+
+
+@pytest.mark.parametrize("optimizer", SEVERAL_ENTRIES)
+def test_half_an_entry_is_refused_whatever_the_optimizer(optimizer: str, tmp_path: Path) -> None:
+    run = run_with(optimizer)
+    run.train(range(3), ["used"])
+    flat = optimizer_state_dict(run.model, run.optimizer)
+    entries = sorted(key for key in flat if key.startswith("state.used.weight."))
+    assert len(entries) > 1
+    for number, entry in enumerate(entries):
+        rest = {key: value for key, value in flat.items() if key != entry}
+        dcp.save({"optim": rest}, checkpoint_id=str(tmp_path / str(number)))
+        with pytest.raises(OptimizerStateError, match=f"used.weight lacks {entry.rpartition('.')[2]}"):
+            load_optimizer_state([run.model], [run.optimizer], None, tmp_path / str(number))
+
+
+class Mixed(torch.optim.Optimizer):
+    """Not torch's own step: matrices with many rows keep a scale, and some parameters another state altogether."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Plain descent that leaves state behind."""
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            if param.grad is not None:
+                state = self.state[param]
+                state["step"] = torch.tensor(float(state.get("step", 0)) + 1)
+                if number % 2:
+                    state["velocity"] = param.grad.clone()
+                else:
+                    state["moment"] = param.grad.clone()
+                    if param.numel() >= 16:
+                        state["scale"] = torch.ones(2)
+                with torch.no_grad():
+                    param.sub_(0.1 * param.grad)
+
+
+def mixed() -> tuple[nn.Module, Mixed]:
+    """A parameter of each kind, two of them alike."""
+    torch.manual_seed(5)
+    model = nn.ParameterList([torch.randn(size) for size in ((4, 4), (4, 4), (2, 2), (3,), (4, 4))])
+    return model, Mixed(model.parameters())
+
+
+def mixed_step(model: nn.Module, optimizer: Mixed) -> None:
+    sum(param.square().sum() for param in model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_state_that_differs_between_parameters_is_not_damage(tmp_path: Path) -> None:
+    model, optimizer = mixed()
+    mixed_step(model, optimizer)
+    dcp.save({"optim": optimizer_state_dict(model, optimizer)}, checkpoint_id=str(tmp_path))
+    other, fresh = mixed()
+    load_optimizer_state([other], [fresh], None, tmp_path)
+    assert differences(optimizer_state_dict(model, optimizer), optimizer_state_dict(other, fresh)) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda flat: flat.pop("state.0.scale"), "0 lacks scale"),
+        (lambda flat: flat.update({"state.0.moment": torch.zeros(6, 4)}), "0: moment has shape"),
+    ],
+    ids=["entry", "shape"],
+)
+def test_damage_is_seen_where_the_optimizer_cannot_be_asked(
+    damage: Callable[[dict[str, Any]], Any], text: str, tmp_path: Path
+) -> None:
+    model, optimizer = mixed()
+    mixed_step(model, optimizer)
+    flat = optimizer_state_dict(model, optimizer)
+    damage(flat)
+    dcp.save({"optim": flat}, checkpoint_id=str(tmp_path))
+    with pytest.raises(OptimizerStateError, match=text):
+        load_optimizer_state([model], [optimizer], None, tmp_path)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    run = start_run()
+    sgd = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    dcp.save({"optim": optimizer_state_dict(run.model, sgd)}, checkpoint_id=str(tmp_path / "sgd"))
+    with pytest.raises(
+        OptimizerStateError, match="another optimizer than AdamW: its groups have .*momentum.*lack .*betas"
+    ):
+        load_optimizer_state([run.model], [run.optimizer], None, tmp_path / "sgd")
+    run.train(range(1), ["used"])
+    dcp.save({"optim": optimizer_state_dict(run.model, run.optimizer)}, checkpoint_id=str(tmp_path / "adamw"))
+    with pytest.raises(OptimizerStateError, match="another optimizer than SGD"):
+        load_optimizer_state([run.model], [sgd], None, tmp_path / "adamw")
+
+
+def test_options_that_are_containers_or_have_dots(tmp_path: Path) -> None:
+    def build(value: int) -> Run:
+        run = start_run()
+        groups = [{"params": list(run.model.parameters()), "extra": {"a": value, 3: [value]}, "my.option": value}]
+        return Run(run.model, torch.optim.AdamW(groups), run.scheduler)
+
+    run, resumed = build(1), build(2)
+    run.train(range(2), ["used"])
+    save(run, tmp_path)
+    load_optimizer_state([resumed.model], [resumed.optimizer], None, tmp_path)
+    assert resumed.optimizer.param_groups[0]["extra"] == {"a": 1, 3: [1]}
+    assert resumed.optimizer.param_groups[0]["my.option"] == 1
+
+
+def test_names_in_a_group_stay_the_live_ones(tmp_path: Path) -> None:
+    def build(names: tuple[str, ...]) -> Run:
+        run = start_run()
+        named = [(name, param) for name, param in run.model.named_parameters() if name.startswith(names)]
+        return Run(run.model, torch.optim.AdamW(named), run.scheduler)
+
+    run, resumed = build(("used", "late", "never")), build(("used", "late"))
+    run.train(range(2), ["used"])
+    save(run, tmp_path)
+    load_optimizer_state([resumed.model], [resumed.optimizer], None, tmp_path)
+    names = resumed.optimizer.param_groups[0]["param_names"]
+    assert names == ["used.weight", "used.bias", "late.weight", "late.bias"]
+
+
+def test_integer_parameter_in_the_optimizer(tmp_path: Path) -> None:
+    run = start_run()
+    run.model.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
+    run.optimizer.param_groups[0]["params"].append(run.model.table)
+    run.train(range(2), ["used"])
+    log_parameters_without_state([run.model], [run.optimizer])
+    dcp.save({"optim": optimizer_state_dict(run.model, run.optimizer)}, checkpoint_id=str(tmp_path))
+    before = state_of(run)
+    load_optimizer_state([run.model], [run.optimizer], None, tmp_path)
+    assert differences(before, state_of(run)) == []
+
+
+def test_strides_of_the_state_are_those_of_the_parameter(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(6)
+        model = nn.ParameterList([torch.randn(5, 3).t()])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (model[0] * torch.arange(15.0).view(3, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    assert not model[0].is_contiguous()
+    train(model, optimizer)
+    dcp.save({"optim": optimizer_state_dict(model, optimizer)}, checkpoint_id=str(tmp_path))
+    other, fresh = build()
+    other.load_state_dict(model.state_dict())
+    load_optimizer_state([other], [fresh], None, tmp_path)
+    for pair in ((model, optimizer), (other, fresh)):
+        train(*pair)
+        train(*pair)
+    assert torch.equal(model[0], other[0])
+
+
+def test_two_parts_and_two_schedulers_get_their_own(tmp_path: Path) -> None:
+    parts = [start_run(("used",)), start_run(("late",), lr=0.5)]
+    for number, part in enumerate(parts):
+        part.train(range(2 + number), list(part.model))
+    flat = {key: value for part in parts for key, value in optimizer_state_dict(part.model, part.optimizer).items()}
+    dcp.save({"optim": flat, "sched": parts[0].scheduler.state_dict()}, checkpoint_id=str(tmp_path))
+    fresh = [start_run(("used",)), start_run(("late",), lr=0.5)]
+    load_optimizer_state(
+        [part.model for part in fresh],
+        [part.optimizer for part in fresh],
+        [part.scheduler for part in fresh],
+        tmp_path,
+    )
+    for part, other in zip(parts, fresh, strict=True):
+        assert differences(state_of(part)["state"], state_of(other)["state"]) == []
+        assert other.optimizer.param_groups[0]["initial_lr"] == part.optimizer.param_groups[0]["initial_lr"]
+        assert other.scheduler.state_dict() == parts[0].scheduler.state_dict()
+
+
+def test_looking_at_an_optimizer_runs_nobodys_hooks() -> None:
+    calls: list[str] = []
+    run = start_run()
+    run.optimizer.register_step_pre_hook(lambda *args: calls.append("own"))
+    handle = register_optimizer_step_post_hook(lambda *args: calls.append("global"))
+    try:
+        log_parameters_without_state([run.model], [run.optimizer])
+        assert calls == []
+        run.train(range(1), ["used"])
+        assert calls == ["own", "global"]
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
         (state_ranks.one_rank_cannot_look, "rank 1: 2 live parameters not listed"),
         (state_ranks.one_rank_cannot_act, "rank 1: ValueError: no such schedule"),
+        (state_ranks.one_rank_cannot_act_on_nested_schedulers, "rank 1: ValueError: no such schedule"),
+        (state_ranks.one_rank_fails_without_a_text, "rank 1: Mute"),
     ],
-    ids=["look", "act"],
+    ids=["look", "act", "act-nested", "no-text"],
 )
 def test_a_failure_on_one_rank_is_the_same_error_on_all(body: Callable[..., Any], cause: str, tmp_path: Path) -> None:
     found = run_world(body, 3, tmp_path)
@@ -263,3 +480,17 @@ def test_parameters_of_another_rank_are_not_called_dropped(tmp_path: Path) -> No
     dropped = [line for line in messages if "dropped" in line]
     assert len(dropped) == 1
     assert re.search("2 saved parameters dropped.*: never.bias, never.weight", dropped[0])
+
+
+def test_a_stage_of_new_parameters_beside_known_ones(tmp_path: Path) -> None:
+    assert run_world(state_ranks.one_stage_is_all_new, 2, tmp_path) == [2, 0]
+
+
+def test_nothing_in_common_on_any_rank(tmp_path: Path) -> None:
+    texts = set(run_world(state_ranks.nothing_is_listed_anywhere, 2, tmp_path))
+    assert len(texts) == 1
+    assert "no parameter in common: saved 'late.bias', live 'added.bias'" in texts.pop()
+
+
+def test_scalar_parameter_that_is_a_dtensor(tmp_path: Path) -> None:
+    assert run_world(state_ranks.scalar_parameter, 2, tmp_path) == [[], []]

@@ -21,11 +21,12 @@ The layout on disk is the one of ``StateDictOptions(flatten_optimizer_state_dict
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 import os
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,10 @@ _GROUPS = "optim.param_groups."
 _SCHEDULER = "sched"
 # Wrappers that torch leaves out of a fully qualified name; a file written with them names the same parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+# Options that torch's schedulers put into a group.
+_SCHEDULER_OPTIONS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
+)
 _EXAMPLES = 5
 
 
@@ -108,8 +113,10 @@ def log_parameters_without_state(models: list[nn.Module], optimizers: list[torch
         optimizers: One optimizer a model part. They are not changed.
     """
     lives = _live_parameters(models, optimizers)
-    expected = _Expected(optimizers, lives, {(live.optimizer, live.group_index): live.options for live in lives}, {})
-    cold = [live.name for live in lives if not optimizers[live.optimizer].state.get(live.param) and expected.of(live)]
+    expected = _Expected(optimizers, lives, {(live.optimizer, live.group_index): live.options for live in lives})
+    cold = [
+        live.name for live in lives if not optimizers[live.optimizer].state.get(live.param) and expected.any_state(live)
+    ]
     if cold:
         logger.info(
             "Optimizer state: %s of %d never updated, saved without state: %s.",
@@ -152,8 +159,8 @@ def load_optimizer_state(
     schedulers = schedulers or []
     seen, cause = _Seen(), None
     try:
-        checkpoint = _Checkpoint(path)
         lives = _live_parameters(models, optimizers)
+        checkpoint = _Checkpoint(path, {live.name for live in lives})
         seen = _look(checkpoint, lives, allow_new_parameters)
         groups = _read_groups(checkpoint, optimizers, lives, seen)
         restored = _read_state(checkpoint, optimizers, lives, groups, seen)
@@ -252,7 +259,7 @@ class _Planner(DefaultLoadPlanner):
 class _Checkpoint:
     """A DCP checkpoint of optimizer state, read by one rank without a collective."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, live_names: set[str]) -> None:
         self.path = path
         self.reader = FileSystemReader(path)
         try:
@@ -261,13 +268,16 @@ class _Checkpoint:
             raise OptimizerStateError(
                 f"{os.path.join(path, '.metadata')} cannot be read ({_one_line(exc)}); is the checkpoint complete?"
             ) from exc
-        self.options: dict[str, dict[str, str]] = defaultdict(dict)  # parameter -> option -> key
+        paths = self.metadata.planner_data or {}
+        # parameter -> option, and place within an option that is itself a container -> key
+        self.options: dict[str, dict[tuple[Any, ...], str]] = defaultdict(dict)
         self.entries: dict[str, dict[str, str]] = defaultdict(dict)  # parameter -> state entry -> key
         state_keys = []
         for key in self.metadata.state_dict_metadata:
             if key.startswith(_GROUPS):
-                name, _, option = key[len(_GROUPS) :].rpartition(".")
-                self.options[_plain(name)][option] = key
+                flat, *inner = paths.get(key, (None, key.removeprefix("optim.")))[1:]
+                name, option = _split_option(_plain(flat.removeprefix("param_groups.")), live_names)
+                self.options[name][(option, *inner)] = key
             elif key.startswith(_STATE):
                 state_keys.append(key)
         if not self.options:
@@ -277,6 +287,16 @@ class _Checkpoint:
         for key in state_keys:
             name, entry = self._split(_plain(key[len(_STATE) :]))
             self.entries[name][entry] = key
+
+    def template(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Something to read ``keys`` into, where no live tensor says how they should lie."""
+        stored = {key: self.metadata.state_dict_metadata[key] for key in keys}
+        return {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for key, entry in stored.items()
+        }
 
     def _split(self, rest: str) -> tuple[str, str]:
         # Entries may be nested and names may be prefixes of one another: the longest listed name owns the key.
@@ -323,11 +343,8 @@ class _Checkpoint:
 def _look(checkpoint: _Checkpoint, lives: list[_Live], allow_new_parameters: bool) -> _Seen:
     seen = _Seen(listed=sorted(checkpoint.options), live={live.name for live in lives})
     seen.new = sorted(seen.live - set(checkpoint.options))
-    if lives and len(seen.new) == len(seen.live):
-        raise OptimizerStateError(
-            f"{checkpoint.path} and the live optimizer have no parameter in common: saved {seen.listed[0]!r}, "
-            f"live {seen.new[0]!r}. Is it the checkpoint of another model, or are the names prefixed differently?"
-        )
+    if not allow_new_parameters and lives and len(seen.new) == len(seen.live):
+        raise OptimizerStateError(_nothing_in_common(checkpoint.path, seen.listed[0], seen.new[0]))
     if seen.new and not allow_new_parameters:
         raise OptimizerStateError(
             f"{_count(seen.new, 'live parameter')} not listed in {checkpoint.path}: {_some(seen.new)}. If they are "
@@ -336,36 +353,49 @@ def _look(checkpoint: _Checkpoint, lives: list[_Live], allow_new_parameters: boo
     return seen
 
 
+def _nothing_in_common(path: str, saved: str, live: str) -> str:
+    return (
+        f"{path} and the live optimizer have no parameter in common: saved {saved!r}, live {live!r}. Is it the "
+        "checkpoint of another model, or are the names prefixed differently?"
+    )
+
+
 def _read_groups(
     checkpoint: _Checkpoint, optimizers: list[torch.optim.Optimizer], lives: list[_Live], seen: _Seen
 ) -> dict[tuple[int, int], dict[str, Any]]:
     """The saved options of each live group, by optimizer and group number."""
-    template: dict[str, Any] = {}
-    for live in lives:
-        template.update(dict.fromkeys(checkpoint.options.get(live.name, {}).values()))
+    template = checkpoint.template(key for live in lives for key in checkpoint.options.get(live.name, {}).values())
     planner = checkpoint.read(template)
-    owners: dict[tuple[int, int, str], tuple[str, str]] = {}
-    groups: dict[tuple[int, int], dict[str, Any]] = {
-        (number, index): {key: value for key, value in group.items() if key != "params"}
-        for number, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-    }
-    found: dict[tuple[int, int], set[str]] = defaultdict(set)
+    owners: dict[tuple[int, int], dict[tuple[Any, ...], tuple[str, str]]] = defaultdict(dict)
     for live in lives:
-        for option, key in checkpoint.options.get(live.name, {}).items():
-            where = (live.optimizer, live.group_index)
-            first_name, first_key = owners.setdefault((*where, option), (live.name, key))
-            same = planner.raw[first_key] == planner.raw[key] or _equal(template[first_key], template[key])
-            if not same:
+        found = owners[live.optimizer, live.group_index]
+        for place, key in checkpoint.options.get(live.name, {}).items():
+            if place[0] == "param_names":
+                continue  # names of the parameters that the group held then; the live group knows its own
+            first_name, first_key = found.setdefault(place, (live.name, key))
+            same = key in planner.raw and planner.raw.get(first_key) == planner.raw[key]
+            if not same and not _equal(template[first_key], template[key]):
                 raise OptimizerStateError(
-                    f"Parameters of one live group have different saved values of {option!r} in {checkpoint.path}: "
-                    f"{template[first_key]!r} for {first_name}, {template[key]!r} for {live.name}. Build the "
-                    "optimizer with the groups that it was saved with."
+                    "Parameters of one live group have different saved values of "
+                    f"{'.'.join(map(str, place))!r} in {checkpoint.path}: {template[first_key]!r} for {first_name}, "
+                    f"{template[key]!r} for {live.name}. Build the optimizer with the groups that it was saved with."
                 )
-            groups[where][option] = template[key]
-            found[where].add(option)
-    for where, options in found.items():
-        seen.defaulted.update(set(groups[where]) - options)
+    groups: dict[tuple[int, int], dict[str, Any]] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            live_options = {option: value for option, value in group.items() if option != "params"}
+            saved = _nest({place: template[key] for place, (_, key) in owners[number, index].items()})
+            saved = {option: _typed_like(value, live_options.get(option)) for option, value in saved.items()}
+            lacking = sorted(set(optimizer.defaults) - set(saved)) if saved else []
+            strange = sorted(set(saved) - set(live_options) - _SCHEDULER_OPTIONS)
+            if lacking and strange:
+                raise OptimizerStateError(
+                    f"{checkpoint.path} was saved by another optimizer than {type(optimizer).__name__}: its groups "
+                    f"have {', '.join(strange)} and lack {', '.join(lacking)}. Build the optimizer that it was saved "
+                    "with."
+                )
+            seen.defaulted.update(set(live_options) - set(saved) - {"param_names"} if saved else ())
+            groups[number, index] = {**live_options, **saved}
     return groups
 
 
@@ -377,16 +407,16 @@ def _read_state(
     seen: _Seen,
 ) -> dict[tuple[int, int], dict[str, Any]]:
     """The saved state of each restored parameter, by optimizer number and parameter index."""
-    expected = _Expected(optimizers, lives, groups, checkpoint.entries)
+    expected = _Expected(optimizers, lives, groups, checkpoint)
     template: dict[str, Any] = {}
     problems = []
     for live in lives:
         entries = checkpoint.entries.get(live.name)
         if not entries:
-            if live.name in checkpoint.options and expected.of(live):
+            if live.name in checkpoint.options and expected.any_state(live):
                 seen.never_updated.append(live.name)
             continue
-        lacking = sorted(name for name in expected.of(live) if not _has(entries, name))
+        lacking = sorted(name for name in expected.entries(live) if not _has(entries, name))
         if lacking:
             problems.append(f"{live.name} lacks {', '.join(lacking)} (saved: {', '.join(sorted(entries))})")
             continue
@@ -395,12 +425,12 @@ def _read_state(
             if isinstance(stored, BytesStorageMetadata):
                 template[key] = None
                 continue
-            if expected.of(live).get(entry) and stored.size != live.param.size():
+            if stored.size != live.param.size() and expected.has_the_parameters_shape(live, entry):
                 problems.append(
                     f"{live.name}: {entry} has shape {list(stored.size)}, the parameter {list(live.param.size())}"
                 )
                 break
-            template[key] = _empty(live.param, stored)
+            template[key] = _empty(live.param, entry, stored)
         else:
             seen.restored += 1
     if problems:
@@ -428,64 +458,94 @@ class _Expected:
         optimizers: list[torch.optim.Optimizer],
         lives: list[_Live],
         groups: dict[tuple[int, int], dict[str, Any]],
-        entries: dict[str, dict[str, str]],
+        checkpoint: _Checkpoint | None = None,
     ) -> None:
         self._optimizers, self._groups = optimizers, groups
         self._probed: dict[tuple, dict[str, bool] | None] = {}
-        self._saved: dict[tuple, set[str]] = defaultdict(set)
-        for live in lives:
-            self._saved[self._kind(live)].update(entries.get(live.name, {}))
+        # What the other parameters of a group have on disk, for optimizers that cannot be asked.
+        self._saved: dict[tuple, list[frozenset[str]]] = defaultdict(list)
+        self._shaped: dict[tuple, list[tuple[str, bool]]] = defaultdict(list)
+        self._own: dict[str, frozenset[str]] = {}
+        for live in lives if checkpoint is not None else ():
+            entries = checkpoint.entries.get(live.name, {})
+            self._own[live.name] = frozenset(entries)
+            self._saved[(*self._group(live), live.param.size(), live.param.dtype)].append(frozenset(entries))
+            for entry, key in entries.items():
+                stored = checkpoint.metadata.state_dict_metadata[key]
+                shaped = isinstance(stored, TensorStorageMetadata) and len(stored.size) > 0
+                shaped = shaped and stored.size == live.param.size()
+                self._shaped[(*self._group(live), entry)].append((live.name, shaped))
 
     @staticmethod
-    def _kind(live: _Live) -> tuple:
-        return (live.optimizer, live.group_index, live.param.ndim, live.param.dtype, live.param.device.type)
+    def _group(live: _Live) -> tuple[int, int]:
+        return (live.optimizer, live.group_index)
 
-    def of(self, live: _Live) -> dict[str, bool]:
-        kind = self._kind(live)
+    def _ask(self, live: _Live) -> dict[str, bool] | None:
+        kind = (*self._group(live), live.param.ndim, live.param.dtype, live.param.device.type)
         if kind not in self._probed:
-            options = self._groups[live.optimizer, live.group_index]
+            options = self._groups[self._group(live)]
             self._probed[kind] = _probe(self._optimizers[live.optimizer], options, live.param)
-        probed = self._probed[kind]
-        # Where the optimizer cannot be asked, its most complete parameter of the same kind sets the measure.
-        return probed if probed is not None else dict.fromkeys(self._saved[kind], False)
+        return self._probed[kind]
+
+    def any_state(self, live: _Live) -> bool:
+        """Whether the optimizer gives such a parameter state at all."""
+        asked = self._ask(live)
+        return bool(asked) if asked is not None else any(self._own.values())
+
+    def entries(self, live: _Live) -> Iterable[str]:
+        """Names of the entries that a whole parameter has.
+
+        Where the optimizer cannot be asked, an entry counts as lost if a parameter of the same group, shape and dtype
+        has all that this one has, and that entry too.
+        """
+        asked = self._ask(live)
+        if asked is not None:
+            return asked
+        own = self._own.get(live.name, frozenset())
+        siblings = self._saved[(*self._group(live), live.param.size(), live.param.dtype)]
+        return max((each for each in siblings if each >= own), key=len, default=own)
+
+    def has_the_parameters_shape(self, live: _Live, entry: str) -> bool:
+        """Whether ``entry`` must have the shape of the parameter; for nested entries nobody can tell."""
+        asked = self._ask(live)
+        if asked is not None:
+            return asked.get(entry, False)
+        others = [shaped for name, shaped in self._shaped[(*self._group(live), entry)] if name != live.name]
+        return bool(others) and all(others)
 
 
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], param: nn.Parameter) -> dict[str, bool] | None:
     """Step a stand-in of ``optimizer`` on a tiny parameter: entry -> whether it has the parameter's shape.
 
-    The live optimizer and its parameters are not involved. ``None`` where the class is not torch's own or cannot
-    step such a parameter.
+    The live optimizer and its parameters are not involved. ``None`` where the step is not torch's own, or cannot be
+    taken on such a parameter.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    step = inspect.unwrap(type(optimizer).step)  # without the hooks, which belong to real steps
+    if not step.__module__.startswith("torch.optim."):
         return None
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
-    # A scheduler replaces ``step`` on the instance by one that is bound to the live optimizer.
-    stand_in.__dict__.pop("step", None)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        stand_in.__dict__[hooks] = OrderedDict()
-    tiny = nn.Parameter(torch.zeros([3] * param.ndim, dtype=param.dtype, device=param.device))
-    tiny.grad = torch.zeros_like(tiny)
-    stand_in.__dict__["state"] = defaultdict(dict)
-    stand_in.__dict__["param_groups"] = [{**copy.deepcopy(options), "params": [tiny]}]
     try:
-        with torch.random.fork_rng(devices=[]):
-            type(optimizer).step(stand_in)
+        tiny = nn.Parameter(torch.zeros([3] * param.ndim, dtype=param.dtype, device=param.device))
+        tiny.grad = torch.zeros_like(tiny)
+        stand_in.__dict__["state"] = defaultdict(dict)
+        stand_in.__dict__["param_groups"] = [{**copy.deepcopy(options), "params": [tiny]}]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            step(stand_in)
     except Exception as exc:
-        logger.debug("%s cannot be probed: %s", type(optimizer).__name__, exc)
+        logger.debug("%s cannot be probed: %s", type(optimizer).__name__, _one_line(exc))
         return None
-    state = stand_in.__dict__["state"].get(tiny, {})
     return {
         name: isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == tiny.shape
-        for name, value in state.items()
+        for name, value in stand_in.__dict__["state"].get(tiny, {}).items()
         if value is not None
     }
 
 
-def _empty(param: nn.Parameter, stored: TensorStorageMetadata) -> torch.Tensor:
-    """A tensor to read ``stored`` into, placed as the optimizer would place it for ``param``."""
+def _empty(param: nn.Parameter, entry: str, stored: TensorStorageMetadata) -> torch.Tensor:
+    """A tensor to read ``entry`` into, placed as the optimizer would place it for ``param``."""
     dtype = stored.properties.dtype
-    if stored.size == param.size() and param.ndim > 0:
+    if stored.size == param.size() and (param.ndim > 0 or (isinstance(param, DTensor) and entry != "step")):
         # empty_like keeps mesh, placements and strides; fused kernels compute wrong values where strides differ.
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     if isinstance(param, DTensor) and len(stored.size) > 0:
@@ -534,54 +594,91 @@ def _read_schedulers(checkpoint: _Checkpoint, schedulers: list[Any]) -> list[dic
             f"{checkpoint.path} holds no scheduler ({_SCHEDULER}.*), but one was passed; pass scheduler=None to "
             "resume the optimizer alone."
         )
-    template: dict[str, Any] = {}
-    for key in paths if schedulers else ():
-        stored = checkpoint.metadata.state_dict_metadata[key]
-        is_tensor = isinstance(stored, TensorStorageMetadata)
-        template[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+    template = checkpoint.template(paths if schedulers else ())
     checkpoint.read(template)
-    state: dict[str, Any] = {}
-    for key in template:
-        *parents, leaf = paths[key][1:]
-        node = state
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = template[key]
+    state = _nest({paths[key][1:]: value for key, value in template.items()})
     # Some schedulers take entries out of the dict that they are given: each gets its own.
     return [_typed_like(copy.deepcopy(state), scheduler.state_dict()) for scheduler in schedulers]
 
 
+def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    nested: dict[Any, Any] = {}
+    for (*parents, leaf), value in flat.items():
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return nested
+
+
 def _typed_like(saved: Any, live: Any) -> Any:
-    """Undo what DCP does to containers: integer keys became text, and lists that hold tensors became dicts."""
+    """Undo what DCP does to containers, by the type that the live one has.
+
+    Integer keys became text, lists that hold tensors or dicts became dicts by position, and empty dicts are gone.
+    """
     if not isinstance(saved, dict):
         return saved
     if saved and all(isinstance(key, int) for key in saved):
-        return [_typed_like(saved[position], None) for position in sorted(saved)]
-    keys: dict[str, Any] = {}
-    if isinstance(live, dict):
-        keys = {str(key): key for key in live}
-        if live and all(isinstance(key, int) for key in live):
-            keys |= {key: int(key) for key in saved if key.lstrip("-").isdigit()}
-    typed = {
-        keys.get(key, key): _typed_like(value, live.get(keys.get(key, key)) if isinstance(live, dict) else None)
-        for key, value in saved.items()
-    }
-    return Counter(typed) if isinstance(live, Counter) else typed
+        items = live if isinstance(live, (list, tuple)) else ()
+        return [_typed_like(saved[at], items[at] if at < len(items) else None) for at in sorted(saved)]
+    live = live if isinstance(live, dict) else {}
+    keys: dict[Any, Any] = {str(key): key for key in live}
+    if isinstance(live, Counter) or (live and all(isinstance(key, int) for key in live)):
+        keys |= {key: int(key) for key in saved if key.lstrip("-").isdigit()}
+    typed = {keys.get(key, key): _typed_like(value, live.get(keys.get(key, key))) for key, value in saved.items()}
+    if isinstance(live, Counter):
+        return Counter(typed)
+    return typed | {key: {} for key, value in live.items() if isinstance(value, dict) and key not in typed}
 
 
 class _Snapshot:
-    """The live objects before they are changed; ``load_state_dict`` replaces state and groups, it fills neither."""
+    """The live objects before they are changed.
+
+    ``Optimizer.load_state_dict`` replaces state and groups and fills neither; schedulers are changed in place, with
+    those that they hold.
+    """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], schedulers: list[Any]) -> None:
         self._optimizers = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in optimizers]
-        self._schedulers = [(scheduler, dict(vars(scheduler))) for scheduler in schedulers]
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        met: set[int] = set()
+        waiting = list(schedulers)
+        while waiting:
+            scheduler = waiting.pop()
+            if id(scheduler) not in met and self._keep(scheduler):
+                met.add(id(scheduler))
+                held = [item for value in vars(scheduler).values() for item in self._items(value)]
+                waiting.extend(item for item in held if isinstance(item, torch.optim.lr_scheduler.LRScheduler))
+                for function in vars(scheduler).get("lr_lambdas", ()):
+                    self._keep(function)
+
+    def _keep(self, held: Any) -> bool:
+        attributes = getattr(held, "__dict__", None)
+        if not isinstance(attributes, dict) or inspect.isroutine(held):
+            return False
+        self._attributes.append((attributes, dict(attributes)))
+        for value in attributes.values():
+            if isinstance(value, (list, dict)):
+                self._containers.append((value, value.copy()))
+        return True
+
+    @staticmethod
+    def _items(value: Any) -> Iterable[Any]:
+        return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
 
     def restore(self) -> None:
         for optimizer, state, groups in self._optimizers:
             optimizer.state, optimizer.param_groups = state, groups
-        for scheduler, values in self._schedulers:
-            vars(scheduler).clear()
-            vars(scheduler).update(values)
+        for attributes, values in self._attributes:
+            attributes.clear()
+            attributes.update(values)
+        for container, values in self._containers:
+            if isinstance(container, dict):
+                container.clear()
+                container.update(values)
+            else:
+                container[:] = values
 
 
 def _agree(path: str, cause: Exception | None, seen: _Seen) -> list[str]:
@@ -589,22 +686,26 @@ def _agree(path: str, cause: Exception | None, seen: _Seen) -> list[str]:
     error = None
     if cause is not None:
         error = str(cause) if isinstance(cause, OptimizerStateError) else _one_line(cause)
-    live = bytes(name in seen.live for name in seen.listed)
-    votes: list[Any] = [(error, live)]
+    vote = (error, bytes(name in seen.live for name in seen.listed), min(seen.live, default=None))
+    votes: list[Any] = [vote]
     if dist.is_available() and dist.is_initialized():
         votes = [None] * dist.get_world_size()
         # Text, never the exception: one that cannot be pickled would leave the other ranks waiting.
-        dist.all_gather_object(votes, (error, live))
-    if any(vote[0] is not None for vote in votes):
-        ranks: dict[str, list[int]] = {}
-        for rank, (text, _) in enumerate(votes):
-            if text is not None:
-                ranks.setdefault(text, []).append(rank)
-        found = " | ".join(f"rank {_ranges(where)}: {text}" for text, where in ranks.items())
+        dist.all_gather_object(votes, vote)
+    ranks: dict[str, list[int]] = {}
+    for rank, (text, _, _) in enumerate(votes):
+        if text is not None:
+            ranks.setdefault(text, []).append(rank)
+    found = " | ".join(f"rank {_ranges(where)}: {text}" for text, where in ranks.items())
+    dropped = [name for name, *held in zip(seen.listed, *(held for _, held, _ in votes), strict=False) if not any(held)]
+    examples = [example for _, _, example in votes if example is not None]
+    if not found and examples and len(dropped) == len(seen.listed) > 0:
+        found = _nothing_in_common(path, dropped[0], examples[0])
+    if found:
         raise OptimizerStateError(
             f"The optimizer was not resumed from {path}; nothing was changed on any rank. {found}"
         ) from cause
-    return [name for name, *held in zip(seen.listed, *(vote[1] for vote in votes), strict=False) if not any(held)]
+    return dropped
 
 
 def _report(path: str, seen: _Seen, dropped: list[str]) -> None:
@@ -650,8 +751,20 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def _split_option(rest: str, live_names: set[str]) -> tuple[str, str]:
+    # An option's name may hold dots: a live parameter's name decides where it begins.
+    name, _, option = rest.rpartition(".")
+    longest = name
+    while longest and longest not in live_names:
+        longest = longest.rpartition(".")[0]
+    return (longest, rest[len(longest) + 1 :]) if longest else (name, option)
+
+
 def _one_line(exc: Exception) -> str:
-    return " ".join(f"{type(exc).__name__}: {exc}".split())
+    try:
+        return " ".join(f"{type(exc).__name__}: {exc}".split())
+    except Exception:
+        return type(exc).__name__  # an exception whose text cannot be had must not keep the other ranks waiting
 
 
 def _count(items: list[str], noun: str) -> str:
