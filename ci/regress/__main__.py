@@ -16,7 +16,7 @@ def _start() -> int:
     absent = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if absent:
         print(f"error: environment lacks {', '.join(absent)} ({sys.executable})", file=sys.stderr)
-        print("→ install them, or let `nox -s regress` make an environment", file=sys.stderr)
+        print("→ install what is missing, or let `nox -s regress` make an environment", file=sys.stderr)
         return 2
     from ci.regress.cli import main
 

@@ -36,7 +36,7 @@ exit status:
   1  some verdict is not as declared: regression, broken, a claimed fix that is open, ...
   2  the run could not take place: bad usage, wrong hash, registry out of reach, no git, not an Automodel tree, a patch
      that does not apply, contract files that collect nothing, a package that this environment lacks
-  130, 143  interrupted (^C), terminated
+  130, 143  interrupted (^C), terminated; 141: whoever read the output has gone
 
 This interpreter runs the contracts and nothing is installed; `nox -s regress` makes an environment first.
 """
@@ -58,6 +58,7 @@ class _Run:
     only: tuple[str, ...]
     warnings: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # what became of each patch
+    stock: dict[str, list[TestRecord]] = field(default_factory=dict)  # finished contracts of the first side
 
     def say(self, line: str) -> None:
         """Print a line of progress, unless --quiet."""
@@ -115,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--git", metavar="URL-or-PATH", help="take the pinned commit from this repository instead of the wheel")
     add("--tree", metavar="PATH", type=Path, help="a tree of your own: run the contracts on it as it stands")
     add("--apply", action="store_true", help="with --tree: run on it as it stands, and with the series on top")
-    add("--require-green", action="store_true", help="with --tree: exit 1 if any contract is red on it")
+    add("--require-green", action="store_true", help="with --tree: exit 1 if a contract that the series cures is red")
     add("--only", metavar="CONTRACT", action="append", default=[], help="only this contract; may be repeated")
     add("--with-shim", action="store_true", help="a third side: stock, with the runtime shim installed")
     add("--keep", action="store_true", help="keep the throw-away trees, and say where they are")
@@ -123,15 +124,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--report-dir", metavar="DIR", type=Path, help="where reports go (default: .regress/<target>)")
     add("--timeout", metavar="S", type=_seconds, default=900.0, help="time limit of each side (default: 900)")
     add("--quiet", action="store_true", help="print only the table")
-    for hook in ("--patches", "--contracts", "--wheel-cache"):  # for this repository's own tests
+    add("--wheel-cache", metavar="DIR", type=Path, help="where fetched wheels are kept (default: .regress/cache)")
+    for hook in ("--patches", "--contracts"):  # for this repository's own tests
         add(hook, type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not value > 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is needed, not {text!r}")
     return value
 
 
@@ -321,11 +326,19 @@ def _run_side(run: _Run, name: str, tree: Path, commit: str, shim: str | None = 
 
     def collected(tests: list[CollectedTest], errors: list[CollectionError], empty: list[str]) -> None:
         _check_collection(run, name, tests, errors, empty)
-        run.say(f"{title}: {len(tests)} tests of {len({test.contract for test in tests})} contracts")
+        contracts = {test.contract for test in tests}
+        run.say(f"{title}: {report.counted(len(tests), 'test')} of {report.counted(len(contracts), 'contract')}")
 
     def contract_done(contract: str, tests: list[TestRecord]) -> None:
         seconds = sum(test.duration_s for test in tests)
-        run.say(f"  {title:8} {contract:42} {verdict.state_of(tests).value:8} {seconds:6.1f} s")
+        line = f"  {title:8} {contract:42} {verdict.state_of(tests).value:8} {seconds:6.1f} s"
+        if name == "stock":
+            run.stock[contract] = tests
+        elif name == "patched" and contract in run.stock:
+            fork = run.options.tree is not None
+            judgement = verdict.judge(_declared(run.target, contract), run.stock[contract], tests, None, fork)
+            line += f"  {judgement.verdict.value}{'' if judgement.as_declared else ' ✗'}"
+        run.say(line)
 
     def heartbeat(nodeid: str, seconds: float) -> None:
         run.say(f"  {title:8} … {nodeid.rpartition('::')[2]} {seconds:.0f} s")
@@ -423,15 +436,21 @@ def _tests_by_contract(run: _Run, record: SideRecord) -> dict[str, list[TestReco
     return found
 
 
+def _declared(target: Target, name: str) -> verdict.Declared | None:
+    if name not in target.contracts:
+        return None
+    cures = tuple(patch.file for patch in target.curing(name))
+    return verdict.Declared(target.contracts[name], target.expectation(name), cures)
+
+
 def _row(run: _Run, name: str, tests: dict[str, list[TestRecord]]) -> report.ContractRecord:
-    target, fork = run.target, run.options.tree is not None
-    declared = None
-    if name in target.contracts:
-        cures = tuple(patch.file for patch in target.curing(name))
-        declared = verdict.Declared(target.contracts[name], target.expectation(name), cures)
+    fork = run.options.tree is not None
+    declared = _declared(run.target, name)
     if "as-is" in tests:
         judgement = verdict.judge_as_is(declared, tests["as-is"])
-        ok = judgement.as_declared and not (run.options.require_green and judgement.verdict is Verdict.OPEN)
+        # What no patch of the series cures is open in every tree; a fork cannot be asked for it.
+        curable = declared is not None and bool(declared.cured_by)
+        ok = judgement.as_declared and not (run.options.require_green and judgement.verdict is Verdict.OPEN and curable)
     else:
         judgement = verdict.judge(declared, tests["stock"], tests["patched"], tests.get("installed"), fork)
         ok = judgement.as_declared

@@ -52,7 +52,10 @@ def fetch_wheel(wheel: Wheel, cache: Path, say: Say) -> Path:
             fetched = _download(wheel, Path(part), path)
             os.replace(fetched, path)
     except OSError as exc:
-        raise FetchError(f"{directory}: cannot keep the wheel there: {exc}") from exc
+        raise FetchError(
+            f"{directory}: cannot keep the wheel there: {exc}",
+            "name another place with --wheel-cache (and one for the reports with --report-dir)",
+        ) from exc
     say(f"{wheel.filename}: fetched, sha256 verified")
     return path
 

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import textwrap
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
@@ -147,14 +149,17 @@ def table(report: Report) -> Table:
 def summary(report: Report) -> list[str]:
     """Return the lines beneath the table."""
     counts = Counter({verdict.value: number for verdict, number in report.counts.items()})
-    failing = [row.id for row in report.contracts if not row.ok]
+    undeclared = [row.id for row in report.contracts if not row.as_declared]
+    red = [row.id for row in report.contracts if row.as_declared and not row.ok]
     lines = [
-        f"{len(report.contracts)} contracts: "
+        f"{counted(len(report.contracts), 'contract')}: "
         + ", ".join(f"{counts[verdict.value]} {verdict.value}" for verdict in Verdict if counts[verdict.value])
-        + (f"; {report.tests_not_run} tests not run" if report.tests_not_run else "")
+        + (f"; {counted(report.tests_not_run, 'test')} not run" if report.tests_not_run else "")
     ]
-    if failing:
-        lines.append(f"not as declared: {', '.join(failing)}")
+    if undeclared:
+        lines.append(f"not as declared: {', '.join(undeclared)}")
+    if red:
+        lines.append(f"red, which --require-green does not admit: {', '.join(red)}")
     for warning in report.warnings:
         lines.append(f"warning: {warning}")
     lines.append(f"tree: {report.source.describe}")
@@ -170,11 +175,22 @@ def summary(report: Report) -> list[str]:
     return lines
 
 
+class _Console(Console):
+    """A console whose reader may go away: that is no verdict, and has the status that a shell gives it."""
+
+    def on_broken_pipe(self) -> None:
+        """Redirect what is still to come, and end the run."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+
 def console_for(stream: object = None, color: bool = True) -> Console:
     """Return a console; away from a terminal it is wide enough for the table, whatever the default."""
-    console = Console(file=stream or sys.stdout, highlight=False, no_color=None if color else True)
+    console = _Console(file=stream or sys.stdout, highlight=False, no_color=None if color else True)
     if not console.is_terminal:
-        console = Console(file=stream or sys.stdout, highlight=False, no_color=True, width=_WIDTH)
+        console = _Console(file=stream or sys.stdout, highlight=False, no_color=True, width=_WIDTH)
     return console
 
 
@@ -238,11 +254,12 @@ def _xml_safe(text: str) -> str:
 
 
 def _cut(line: str) -> str:
-    line = line.replace("\n", " ")
-    if len(line) <= _HEADLINE:
-        return line
-    half = _HEADLINE // 2
-    return f"{line[:half].rstrip()} … {line[-half:].lstrip()}"
+    return textwrap.shorten(line, _HEADLINE, placeholder=" …")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

@@ -285,4 +285,4 @@ def headline(test: TestRecord, with_type: bool = True) -> str:
         last = inner.message.strip().rpartition("\n")[2].strip()
         if last and last not in line:
             line += f" … {last}"
-    return f"{test.exception.type.removeprefix('builtins.')}: {line}" if with_type else line
+    return f"{test.exception.type.rpartition('.')[2]}: {line}" if with_type else line

@@ -46,7 +46,7 @@ def checkpoint(contract_side: str, artifacts: Path) -> Path:
 
 
 @pytest.mark.contract(
-    "smoke.key-difference", meaning="what is saved is what a resume will ask for (the report's count)"
+    "smoke.key-difference", meaning="what is saved is what a resume will ask for (the reported count)"
 )
 def test_saved_keys_are_the_keys_a_resume_asks_for(
     checkpoint: Path, tmp_path: Path, measure: Callable[[str, float], None]
@@ -66,7 +66,7 @@ def test_saved_keys_are_the_keys_a_resume_asks_for(
     assert not keys["missing"] + keys["extra"], line
 
 
-@pytest.mark.contract("smoke.resume", meaning="the report's run saves, resumes and continues bit for bit on 8 ranks")
+@pytest.mark.contract("smoke.resume", meaning="the reported 8-rank run saves, resumes and continues bit for bit")
 @pytest.mark.parametrize("train_indexer", [False, True], ids=["default", "indexer-trainable"])
 def test_resume_continues_bit_for_bit(train_indexer: bool, checkpoint: Path, tmp_path: Path) -> None:
     # With a trainable indexer the checkpoint is sparse on a patched tree too: nothing ever updates the indexer.

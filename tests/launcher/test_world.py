@@ -407,7 +407,9 @@ def test_the_environment_of_the_caller_wins(tmp_path: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------------------------------------- the end of the parent
 
 HANGING_SCRIPT = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 from tests.launcher import plain_bodies
 from tests.support.world import ForkServerError, run_world
 try:

@@ -36,8 +36,8 @@ def call(capsys: pytest.CaptureFixture[str], project: Project, *arguments: str) 
         (["--tree", "x", "--with-shim"], "--with-shim with --tree needs --apply"),
         (["--with-shim"], "this target has no `shim` in series.toml"),
         (["--only", "no.such"], "--only no.such: not declared in series.toml; known: gather.gradient"),
-        (["--timeout", "0"], "argument --timeout: must be more than 0"),
-        (["--timeout", "soon"], "argument --timeout: invalid"),
+        (["--timeout", "0"], "argument --timeout: a number of seconds above 0 is needed, not '0'"),
+        (["--timeout", "soon"], "argument --timeout: a number of seconds above 0 is needed, not 'soon'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--report-dir", "/dev/null/reports"], "--report-dir /dev/null/reports: "),
     ],
@@ -84,7 +84,8 @@ def test_help_names_the_exit_statuses(capsys: pytest.CaptureFixture[str], projec
     assert status == 0
     for words in ("exit status:", "  0  every contract", "  1  some verdict", "  2  the run could not", "--with-shim"):
         assert words in out
-    assert "--wheel-cache" not in out
+    assert "--wheel-cache" in out
+    assert "--contracts" not in out
 
 
 def test_old_reports_are_removed_before_a_run_that_fails(cured: Project) -> None:
@@ -142,3 +143,21 @@ def test_environment_lacks_what_the_pipeline_itself_needs() -> None:
     assert done.returncode == 2
     assert "error: environment lacks pydantic, pytest, rich" in done.stderr
     assert "`nox -s regress`" in done.stderr
+
+
+def test_reader_that_goes_away_is_no_verdict(cured: Project) -> None:
+    """``… | head -1``: the pipe breaks while the run still prints."""
+    cured.write()
+    cured.fill_cache()
+    with subprocess.Popen(
+        cured.command(),
+        cwd=REPOSITORY,
+        env=cured.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(timeout=60) == 141

@@ -262,7 +262,8 @@ def test_tree_must_be_green_where_that_is_required(cured: Project, fork: Path) -
     result = cured.run("--tree", str(fork), "--require-green")
     assert result.status == 1
     assert result.verdict("gather.gradient") == "open"
-    assert "not as declared: gather.gradient" in result.out
+    assert "red, which --require-green does not admit: gather.gradient" in result.out
+    assert "not as declared" not in result.out
     assert result.junit().get("failures") == "1"
     (fork / MODULE).write_text(STOCK.replace("0.5", "1.0"))
     assert cured.run("--tree", str(fork), "--require-green").status == 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from ci.regress import REPOSITORY, manifest
+from ci import series
+from ci.regress import REPOSITORY, fetch, manifest, worktree
 
 PATCHES = REPOSITORY / "patches"
 NAME, TARGET = manifest.load(PATCHES).select(None)
@@ -96,3 +98,31 @@ def test_hunk_that_does_not_fit_is_shown(tmp_path: Path) -> None:
     assert report == {}
     for word in (file.name, "nemo_automodel/components/moe/experts.py", "@@ -353,7 +353,7 @@", line.strip()):
         assert word in output
+
+
+def test_unit_tests_of_the_patches_pass_on_the_patched_tree(tmp_path: Path) -> None:
+    loaded = manifest.load(PATCHES)
+    git = worktree.Git(tmp_path / "home", loaded.identity)
+    tree = tmp_path / "tree"
+    fetch.unpack_wheel(fetch.fetch_wheel(TARGET.wheel, series.CACHE, lambda line: None), tree)
+    worktree.commit_all(git, tree, "release")
+    files = [PATCHES / TARGET.series / patch.file for patch in TARGET.patches]
+    worktree.apply_series(git, tree, files, False, lambda line: None)
+    added = [name for file in files for name in worktree.touched_files(file) if name.startswith("tests/unit_tests/")]
+    assert len(added) == len(files)
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *added],
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed
+    assert int(passed[1]) >= 28
+    assert "skipped" not in done.stdout

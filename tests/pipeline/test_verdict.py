@@ -199,7 +199,7 @@ def test_exception_of_another_process() -> None:
     ("kind", "message", "line"),
     [
         ("builtins.AssertionError", "half\nassert 0.5 == 1.0", "AssertionError: half"),
-        ("t.CheckpointException", "ranks [0]\ntrace\nKeyError: x\n", "t.CheckpointException: ranks [0] … KeyError: x"),
+        ("t.CheckpointException", "ranks [0]\ntrace\nKeyError: x\n", "CheckpointException: ranks [0] … KeyError: x"),
         ("builtins.ValueError", "one line", "ValueError: one line"),
         ("builtins.ValueError", "", "ValueError: "),
     ],
@@ -212,7 +212,7 @@ def test_headline_names_the_cause_in_another_process() -> None:
     cause = Raised(type="builtins.ValueError", lineage=["builtins.ValueError"], message="several\nlines")
     outer = ExceptionRecord(type="w.Failure", lineage=["w.Failure"], message="rank 1\nof 2\nlogs", root_cause=cause)
     test = record("failed").model_copy(update={"exception": outer})
-    assert headline(test) == "w.Failure: rank 1 … lines"
+    assert headline(test) == "Failure: rank 1 … lines"
 
 
 @pytest.mark.parametrize(
