@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     OptimizerStateError,
+    iter_named_parameters,
     load_optimizer_state,
     optimizer_state_dict,
 )
@@ -170,6 +172,14 @@ def scalar_parameter(context: RankContext) -> list[str]:
     for pair in ((model, optimizer), (other, fresh)):
         train(*pair)
     return differences(snapshot(model, optimizer, Silent()), snapshot(other, fresh, Silent()))
+
+
+def names_below_ddp(context: RankContext) -> bool:
+    """Whether the names below DDP are the keys of torch's own state dict."""
+    run = start_run()
+    wrapped = nn.parallel.DistributedDataParallel(run.model)
+    names = [name for name, _ in iter_named_parameters(wrapped)]
+    return names == list(get_model_state_dict(wrapped))
 
 
 class Silent:

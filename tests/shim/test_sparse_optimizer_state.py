@@ -142,8 +142,17 @@ def test_names_are_those_of_torch_below_wrappers() -> None:
     model = start_run().model
     model["used"] = checkpoint_wrapper(model["used"])
     model["late"] = torch.compile(model["late"])
+    model["never"] = nn.Sequential(model["never"])
+    model["never"].register_module("module", nn.Linear(1, 1))
     names = [name for name, _ in iter_named_parameters(model)]
+    # A child that is merely called "module" is no wrapper.
+    assert {name for name in names if "module" in name} == {"never.module.weight", "never.module.bias"}
+    names = [name.replace("never.0", "never") for name in names if "module" not in name]
     assert sorted(names) == sorted(name for name, _ in start_run().model.named_parameters())
+
+
+def test_names_below_ddp_are_those_of_torch(tmp_path: Path) -> None:
+    assert run_world(state_ranks.names_below_ddp, 2, tmp_path) == [True, True]
 
 
 def test_file_with_wrapped_names_is_the_same_parameter(tmp_path: Path) -> None:

@@ -60,24 +60,29 @@ class OptimizerStateError(RuntimeError):
     """
 
 
-def iter_named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+def iter_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter with the fully qualified name that ``torch.distributed.checkpoint`` gives it.
 
     Compile, activation-checkpoint and DDP wrappers leave no trace in the name. A parameter that is shared appears
-    under each of its names.
+    once, under its first name.
 
     Args:
-        module: The root module.
-        prefix: Put before every name, with its trailing dot.
+        model: The root module.
 
     Yields:
         Pairs of name and parameter, in the order of ``nn.Module.named_parameters``.
     """
-    for name, param in module.named_parameters(recurse=False):
-        yield prefix + name, param
-    for name, child in module.named_children():
-        transparent = name in _WRAPPERS or (name == "module" and isinstance(module, DistributedDataParallel))
-        yield from iter_named_parameters(child, prefix if transparent else f"{prefix}{name}.")
+    replicated = [
+        f"{_plain(name)}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+    for name, param in model.named_parameters():
+        name = _plain(name)
+        for prefix in replicated:
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name[len(prefix) + len("module.") :]
+        yield name, param
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -275,7 +280,8 @@ class _Checkpoint:
         state_keys = []
         for key in self.metadata.state_dict_metadata:
             if key.startswith(_GROUPS):
-                flat, *inner = paths.get(key, (None, key.removeprefix("optim.")))[1:]
+                place = paths.get(key, ())
+                flat, *inner = place[1:] if len(place) > 1 else (key.removeprefix("optim."),)
                 name, option = _split_option(_plain(flat.removeprefix("param_groups.")), live_names)
                 self.options[name][(option, *inner)] = key
             elif key.startswith(_STATE):
@@ -462,19 +468,19 @@ class _Expected:
     ) -> None:
         self._optimizers, self._groups = optimizers, groups
         self._probed: dict[tuple, dict[str, bool] | None] = {}
-        # What the other parameters of a group have on disk, for optimizers that cannot be asked.
-        self._saved: dict[tuple, list[frozenset[str]]] = defaultdict(list)
-        self._shaped: dict[tuple, list[tuple[str, bool]]] = defaultdict(list)
+        # What the parameters of a group have on disk, for optimizers that cannot be asked.
         self._own: dict[str, frozenset[str]] = {}
+        self._saved: dict[tuple, set[frozenset[str]]] = defaultdict(set)
+        self._shapes: dict[tuple, Counter] = defaultdict(Counter)  # entry -> how many have the parameter's shape
         for live in lives if checkpoint is not None else ():
             entries = checkpoint.entries.get(live.name, {})
             self._own[live.name] = frozenset(entries)
-            self._saved[(*self._group(live), live.param.size(), live.param.dtype)].append(frozenset(entries))
+            self._saved[(*self._group(live), live.param.size(), live.param.dtype)].add(frozenset(entries))
             for entry, key in entries.items():
                 stored = checkpoint.metadata.state_dict_metadata[key]
-                shaped = isinstance(stored, TensorStorageMetadata) and len(stored.size) > 0
-                shaped = shaped and stored.size == live.param.size()
-                self._shaped[(*self._group(live), entry)].append((live.name, shaped))
+                size = stored.size if isinstance(stored, TensorStorageMetadata) else None
+                self._shapes[(*self._group(live), entry)][size == live.param.size()] += 1
+        self._any = any(self._own.values())
 
     @staticmethod
     def _group(live: _Live) -> tuple[int, int]:
@@ -490,7 +496,7 @@ class _Expected:
     def any_state(self, live: _Live) -> bool:
         """Whether the optimizer gives such a parameter state at all."""
         asked = self._ask(live)
-        return bool(asked) if asked is not None else any(self._own.values())
+        return bool(asked) if asked is not None else self._any
 
     def entries(self, live: _Live) -> Iterable[str]:
         """Names of the entries that a whole parameter has.
@@ -506,12 +512,15 @@ class _Expected:
         return max((each for each in siblings if each >= own), key=len, default=own)
 
     def has_the_parameters_shape(self, live: _Live, entry: str) -> bool:
-        """Whether ``entry`` must have the shape of the parameter; for nested entries nobody can tell."""
+        """Whether ``entry``, which has another shape, ought to have that of the parameter.
+
+        Where the optimizer cannot be asked, it ought to if it has for all other parameters of the group.
+        """
         asked = self._ask(live)
         if asked is not None:
             return asked.get(entry, False)
-        others = [shaped for name, shaped in self._shaped[(*self._group(live), entry)] if name != live.name]
-        return bool(others) and all(others)
+        shapes = self._shapes[(*self._group(live), entry)]
+        return live.param.ndim > 0 and shapes[True] > 0 and shapes[False] == 1
 
 
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], param: nn.Parameter) -> dict[str, bool] | None:
