@@ -23,11 +23,11 @@ NAME, TARGET = manifest.load(PATCHES).select(None)
 QUICK = [name for name in TARGET.contracts if not name.startswith(("smoke.", "failure."))]
 
 
-def run(patches: Path, directory: Path, contracts: list[str]) -> tuple[int, dict[str, Any], str]:
+def run(patches: Path, directory: Path, contracts: list[str], *options: str) -> tuple[int, dict[str, Any], str]:
     """Run the pipeline on the release with the series of ``patches``; exit status, report, and what it printed."""
     only = [word for name in contracts for word in ("--only", name)]
     done = subprocess.run(
-        [sys.executable, "-m", "ci.regress", "--patches", patches, "--report-dir", directory, *only],
+        [sys.executable, "-m", "ci.regress", "--patches", patches, "--report-dir", directory, *only, *options],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,6 +54,16 @@ def test_without_a_patch_exactly_its_contracts_are_red(patch: manifest.Patch, tm
     still_open = {name for name in QUICK if TARGET.expectation(name) is manifest.Expectation.OPEN}
     assert red - still_open == set(patch.cures) & set(QUICK)
     assert {row["id"] for row in report["contracts"] if not row["ok"]} == set(patch.cures) & set(QUICK)
+
+
+def test_shim_does_what_the_patches_do(tmp_path: Path) -> None:
+    contracts = [*QUICK, *(name for name in TARGET.contracts if name.startswith("failure."))]
+    status, report, output = run(PATCHES, tmp_path / "reports", contracts, "--with-shim")
+    assert status == 0, output
+    states = {row["id"]: {side: found["state"] for side, found in row["sides"].items()} for row in report["contracts"]}
+    assert set(states) == set(contracts)
+    assert all(found["installed"] == found["patched"] for found in states.values())
+    assert sum(found["stock"] == "red" and found["installed"] == "green" for found in states.values()) >= 10
 
 
 def test_empty_series_fails_the_run(tmp_path: Path) -> None:
