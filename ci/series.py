@@ -14,12 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.regress import fetch, manifest, worktree
+from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktree
 from ci.regress.errors import PatchError, RegressError
-
-ROOT = Path(__file__).resolve().parent.parent
-PATCHES = ROOT / "patches"
-CACHE = ROOT / ".regress" / "cache"
 
 
 def export(git: worktree.Git, tree: Path, base: str, place: Path) -> list[Path]:
@@ -87,7 +83,7 @@ def rebuild(target: manifest.Target, patches: Path, identity: manifest.Identity,
     """
     git = worktree.Git(work / "home", identity)
     tree = work / "tree"
-    fetch.unpack_wheel(fetch.fetch_wheel(target.wheel, CACHE, lambda line: None), tree)
+    fetch.unpack_wheel(fetch.fetch_wheel(target.wheel, WHEEL_CACHE, lambda line: None), tree)
     base = worktree.commit_all(git, tree, f"{target.wheel.filename}, standing for {target.commit}")
     fetch.check_blobs(tree, target, target.wheel.filename)
     for patch in target.patches:
@@ -97,7 +93,7 @@ def rebuild(target: manifest.Target, patches: Path, identity: manifest.Identity,
             if not file.is_file():
                 raise PatchError(f"{patch.file} does not add {added}, as `adds` in {manifest.FILE} says")
             file.write_text(
-                with_body(file.read_text(encoding="utf-8"), body_of((ROOT / source).read_text(encoding="utf-8"))),
+                with_body(file.read_text(encoding="utf-8"), body_of((REPOSITORY / source).read_text(encoding="utf-8"))),
                 encoding="utf-8",
             )
         git.run("add", "--all", "--force", ".", cwd=tree)

@@ -10,3 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PATCHES = REPOSITORY / "patches"  # series.toml and the series
+OUTPUT = REPOSITORY / ".regress"  # reports, by target, and what is kept between runs
+WHEEL_CACHE = OUTPUT / "cache"

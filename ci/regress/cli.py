@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ci.regress import REPOSITORY, fetch, manifest, report, sides, verdict, worktree
+from ci.regress import OUTPUT, PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, report, sides, verdict, worktree
 from ci.regress.errors import FetchError, RegressError, SideError, UsageError
 from ci.regress.manifest import Target
 from ci.regress.records import CollectedTest, CollectionError, Outcome, SideRecord, TestRecord
@@ -143,7 +143,7 @@ def _seconds(text: str) -> float:
 def _main(options: argparse.Namespace) -> int:
     began = time.monotonic()
     console = report.console_for()
-    patches = (options.patches or REPOSITORY / "patches").resolve()
+    patches = (options.patches or PATCHES).resolve()
     loaded = manifest.load(patches)
     name, target = loaded.select(options.target)
     if options.list:
@@ -151,7 +151,7 @@ def _main(options: argparse.Namespace) -> int:
         return 0
     _check_usage(options, target)
     _preflight(target)
-    reports = (options.report_dir or REPOSITORY / ".regress" / name.replace("/", "-")).resolve()
+    reports = (options.report_dir or OUTPUT / name.replace("/", "-")).resolve()
     _prepare_reports(reports)
     with _work_directory(options.keep, console) as work:
         git = worktree.Git(work / "git", loaded.identity)
@@ -286,7 +286,7 @@ def _obtain(run: _Run, stock: Path, series: list[Path]) -> tuple[report.Source, 
         commit = worktree.commit_all(run.git, stock, f"Copy of {path.name} as it stands")
         what = f"{path} ({state})"
         return report.Source(kind="tree", location=str(path), commit=state, describe=what), commit
-    cache = (options.wheel_cache or REPOSITORY / ".regress" / "cache").resolve()
+    cache = (options.wheel_cache or WHEEL_CACHE).resolve()
     wheel = fetch.fetch_wheel(target.wheel, cache, run.say)
     fetch.unpack_wheel(wheel, stock)
     if not (stock / target.package).is_dir():

@@ -6,9 +6,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-Number = Annotated[float, Field(allow_inf_nan=True)]
+# JSON has no such numbers: they are written as text.
+Number = Annotated[
+    float,
+    Field(allow_inf_nan=True),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
 
 
 class Record(BaseModel):

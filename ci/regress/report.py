@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ci.regress.manifest import Expectation, Status
-from ci.regress.records import Record, SideRecord, TestRecord
+from ci.regress.records import Number, Record, SideRecord, TestRecord
 from ci.regress.verdict import State, Verdict, headline
 
 FILES = ("report.json", "junit.xml", "summary.txt")
@@ -67,7 +67,7 @@ class ContractSide(Record):
     not_run: int
     duration_s: float
     headline: str = ""
-    measured: dict[str, list[float]] = Field(default_factory=dict)
+    measured: dict[str, list[Number]] = Field(default_factory=dict)
 
 
 class ContractRecord(Record):

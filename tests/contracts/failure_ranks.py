@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from tests.contracts.training import differences, snapshot, start_run
 from tests.contracts.upstream import plain_checkpointer
+from tests.support.training import differences, start_run
 from tests.support.world import RankContext
 
 
@@ -30,14 +30,14 @@ def _save(context: RankContext, path: str, names: tuple[str, ...]) -> None:
 
 def _attempt(context: RankContext, path: str, names: tuple[str, ...]) -> dict[str, Any]:
     run = start_run(names)
-    before = snapshot(run.model, run.optimizer, run.scheduler)
+    before = run.snapshot()
     text = None
     try:
         plain_checkpointer(path, context.rank).load_optimizer(run.optimizer, run.model, path, run.scheduler)
     except BaseException as failure:
         # CheckpointException of torch derives from BaseException.
         text = f"{type(failure).__name__}: {failure}"
-    return {"text": text, "changed": differences(before, snapshot(run.model, run.optimizer, run.scheduler))}
+    return {"text": text, "changed": differences(before, run.snapshot())}
 
 
 def unlisted_parameters(context: RankContext) -> dict[str, Any]:

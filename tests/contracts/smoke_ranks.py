@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.contracts.outcomes import PreconditionError
 from tests.contracts.tiny_models import VOCABULARY, build_deepseek_v4, seed_parameters
-from tests.contracts.training import differences, snapshot
 from tests.contracts.upstream import parallelize_model, plain_checkpointer
+from tests.support.training import differences, snapshot
 from tests.support.world import RankContext
 
 # Long enough that the 128-token window of layer 3 closes, so that its compressor gets a gradient.

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.contracts.outcomes import PreconditionError
-from tests.contracts.training import Run, differences, names_of, snapshot, start_run
 from tests.contracts.upstream import plain_checkpointer
+from tests.support.training import Run, differences, names_of, start_run
 
 
 def saved_after(path: Path, steps: int, names: list[str]) -> Run:
@@ -46,10 +46,10 @@ def test_partial_adamw_resumes_bit_for_bit(tmp_path: Path) -> None:
     resumed = fresh_copy(run)
     plain_checkpointer(tmp_path).load_optimizer(resumed.optimizer, resumed.model, str(tmp_path), resumed.scheduler)
     assert names_of(resumed.model, list(resumed.optimizer.state)) == ["used.bias", "used.weight"]
-    assert differences(snapshot(*vars(run).values()), snapshot(*vars(resumed).values())) == []
+    assert differences(run.snapshot(), resumed.snapshot()) == []
     for each in (run, resumed):
         each.train(range(3, 7), ["used", "late"])
-    assert differences(snapshot(*vars(run).values()), snapshot(*vars(resumed).values())) == []
+    assert differences(run.snapshot(), resumed.snapshot()) == []
     assert int(resumed.optimizer.state[resumed.model["late"].weight]["step"]) == 4
     assert resumed.model["never"].weight not in resumed.optimizer.state
 
@@ -57,15 +57,15 @@ def test_partial_adamw_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.contract("sparse.cold-save", meaning="saving before the first step does not move the live run")
 def test_saving_before_the_first_step_moves_nothing(tmp_path: Path) -> None:
     run = start_run()
-    before = snapshot(*vars(run).values())
+    before = run.snapshot()
     plain_checkpointer(tmp_path).save_optimizer(run.optimizer, run.model, str(tmp_path), run.scheduler)
-    moved = differences(before, snapshot(*vars(run).values()))
+    moved = differences(before, run.snapshot())
     assert not moved, f"the save gave the live optimizer state: {moved[:3]}"
     resumed = fresh_copy(run)
     plain_checkpointer(tmp_path).load_optimizer(resumed.optimizer, resumed.model, str(tmp_path), resumed.scheduler)
     for each in (run, resumed):
         each.train(range(4), ["used", "late"])
-    assert differences(snapshot(*vars(run).values()), snapshot(*vars(resumed).values())) == []
+    assert differences(run.snapshot(), resumed.snapshot()) == []
 
 
 @pytest.mark.contract("sparse.dense-format", meaning="a checkpoint of fully updated parameters keeps torch's format")
@@ -81,7 +81,7 @@ def test_dense_checkpoint_loads_as_torch_itself_loads_it(tmp_path: Path) -> None
     other.scheduler.load_state_dict(state["sched"])
     for each in (run, other):
         each.train(range(3, 7), ["used", "late", "never"])
-    assert differences(snapshot(*vars(run).values()), snapshot(*vars(other).values())) == []
+    assert differences(run.snapshot(), other.snapshot()) == []
 
 
 @pytest.mark.contract(
@@ -98,13 +98,13 @@ def test_half_an_entry_is_refused_by_name(entry: str, tmp_path: Path) -> None:
     dcp.save({"optim": state}, checkpoint_id=str(tmp_path / "optim"))
 
     other = fresh_copy(run)
-    before = snapshot(*vars(other).values())
+    before = other.snapshot()
     with pytest.raises(BaseException) as failure:  # CheckpointException of torch derives from BaseException
         plain_checkpointer(tmp_path).load_optimizer(other.optimizer, other.model, str(tmp_path))
     text = str(failure.value).strip()
     helpful = f"used.weight lacks {entry}" in text and "late" not in text and str(tmp_path) in text
     assert helpful, f"unhelpful refusal: {text.splitlines()[-1].strip()}"
-    changed = differences(before, snapshot(*vars(other).values()))
+    changed = differences(before, other.snapshot())
     assert not changed, f"the refused load changed {changed[:3]}"
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ci import series
-from ci.regress import fetch, manifest, worktree
+from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktree
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LOADED = manifest.load(series.PATCHES)
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+LOADED = manifest.load(PATCHES)
 NAME, TARGET = LOADED.select(None)
 
 # A contract that is red on the release and takes no world of ranks.
@@ -47,9 +45,9 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A git checkout with the release's files, as a fork has it, beside a checkout of this project."""
     work = tmp_path_factory.mktemp("journey")
     tree = work / "my-fork"
-    fetch.unpack_wheel(fetch.fetch_wheel(TARGET.wheel, series.CACHE, lambda line: None), tree)
+    fetch.unpack_wheel(fetch.fetch_wheel(TARGET.wheel, WHEEL_CACHE, lambda line: None), tree)
     worktree.commit_all(worktree.Git(work / "home", LOADED.identity), tree, "release")
-    (work / "automodel-moe-regress").symlink_to(ROOT)
+    (work / "automodel-moe-regress").symlink_to(REPOSITORY)
     return tree
 
 
@@ -66,9 +64,9 @@ def shell(command: str, where: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_commands_are_those_of_ci() -> None:
-    shown = [command for command in commands(ROOT / "README.md") if command.startswith("python3 -m venv")]
+    shown = [command for command in commands(REPOSITORY / "README.md") if command.startswith("python3 -m venv")]
     assert shown == TWO_COMMANDS
-    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    lines = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("python3 -m venv")] == TWO_COMMANDS
 
 
@@ -95,7 +93,7 @@ def test_regress_command_runs(command: str, fork: Path, tmp_path: Path) -> None:
     report = [] if "--help" in arguments else ["--report-dir", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "ci.regress", *arguments, *quick, *report],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=False,
@@ -111,7 +109,7 @@ def test_regress_command_runs(command: str, fork: Path, tmp_path: Path) -> None:
 
 
 def test_series_goes_on_and_comes_off_a_fork(fork: Path) -> None:
-    *apply, undo = (command for command in commands(ROOT / "README.md") if command.startswith("git "))
+    *apply, undo = (command for command in commands(REPOSITORY / "README.md") if command.startswith("git "))
     assert undo.startswith("git revert")
     for command in apply:
         done = shell(command, fork)
@@ -137,10 +135,10 @@ def test_paths_and_tests_exist(page: Path) -> None:
     for name in re.findall(r"`([^`\s]+)`", text):
         path, _, test = name.partition("::")
         if re.match(r"(patches|nemo_automodel_shim|tests|ci|docs)/", path):
-            assert (ROOT / path).exists(), path
+            assert (REPOSITORY / path).exists(), path
             checked += 1
         if test:
-            assert re.search(rf"^def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), name
+            assert re.search(rf"^def {test}\(", (REPOSITORY / path).read_text(encoding="utf-8"), re.MULTILINE), name
     assert checked >= 3
 
 
@@ -154,7 +152,7 @@ def test_contracts_that_are_named_are_declared(page: Path) -> None:
 
 
 def test_design_names_every_contract_that_is_red_on_stock() -> None:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "design.md").read_text(encoding="utf-8")
     red = [name for name, contract in TARGET.contracts.items() if contract.signature]
     assert [name for name in red if f"`{name}`" not in text] == []
 
@@ -163,7 +161,7 @@ def test_pins_in_the_text_are_the_datas() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert set(re.findall(r"`([0-9a-f]{9,40})`", text)) <= {TARGET.commit, TARGET.commit[:9]}
-    assert f"patches/{TARGET.series}/" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"patches/{TARGET.series}/" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_python_blocks_compile() -> None:

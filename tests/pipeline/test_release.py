@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from ci import series
-from ci.regress import REPOSITORY, fetch, manifest, worktree
+from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktree
 
-PATCHES = REPOSITORY / "patches"
 NAME, TARGET = manifest.load(PATCHES).select(None)
 # The contracts that take no world of eight ranks.
 QUICK = [name for name in TARGET.contracts if not name.startswith(("smoke.", "failure."))]
@@ -114,7 +112,7 @@ def test_unit_tests_of_the_patches_pass_on_the_patched_tree(tmp_path: Path) -> N
     loaded = manifest.load(PATCHES)
     git = worktree.Git(tmp_path / "home", loaded.identity)
     tree = tmp_path / "tree"
-    fetch.unpack_wheel(fetch.fetch_wheel(TARGET.wheel, series.CACHE, lambda line: None), tree)
+    fetch.unpack_wheel(fetch.fetch_wheel(TARGET.wheel, WHEEL_CACHE, lambda line: None), tree)
     worktree.commit_all(git, tree, "release")
     files = [PATCHES / TARGET.series / patch.file for patch in TARGET.patches]
     worktree.apply_series(git, tree, files, False, lambda line: None)

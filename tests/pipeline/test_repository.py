@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ci.regress import REPOSITORY, manifest, worktree
+from ci.regress import PATCHES, REPOSITORY, manifest, worktree
 from tests.pipeline.project import Project, write_files
 
-PATCHES = REPOSITORY / "patches"
 LOADED = manifest.load(PATCHES)
 TARGETS = sorted(LOADED.targets)
 

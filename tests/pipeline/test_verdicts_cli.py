@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
+import jsonschema
 import pytest
 
 from ci.regress import REPOSITORY, report
@@ -204,6 +206,20 @@ def test_schema_is_current() -> None:
     kept = (REPOSITORY / "ci" / "regress" / "report.schema.json").read_text()
     assert kept == printed, "python -m ci.regress.report > ci/regress/report.schema.json"
     assert set(report.schema()["properties"]) == set(report.Report.model_fields)
+
+
+def test_reports_bear_their_schema(everything: Result) -> None:
+    written = json.loads((everything.reports / "report.json").read_text())
+    jsonschema.validate(written, report.schema())
+    # Not-a-number is no JSON: it is written as text, and read again as what it was.
+    side = report.ContractSide.model_validate(written["contracts"][0]["sides"]["stock"])
+    odd = side.model_copy(update={"measured": {"error": [float("nan"), float("inf"), 0.5]}})
+    text = odd.model_dump_json(by_alias=True)
+    jsonschema.validate(json.loads(text), report.ContractSide.model_json_schema(mode="serialization"))
+    assert str(report.ContractSide.model_validate_json(text).measured) == str(odd.measured)
+    written["unknown"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="unknown"):
+        jsonschema.validate(written, report.schema())
 
 
 def test_all_as_declared(cured: Project) -> None:

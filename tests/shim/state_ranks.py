@@ -19,7 +19,7 @@ from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     load_optimizer_state,
     optimizer_state_dict,
 )
-from tests.contracts.training import Run, differences, snapshot, start_run
+from tests.support.training import Run, differences, snapshot, start_run
 from tests.support.world import RankContext
 
 
@@ -36,13 +36,13 @@ def _saved(context: RankContext) -> str:
 
 
 def _attempt(run: Any, path: str) -> dict[str, Any]:
-    before = snapshot(run.model, run.optimizer, run.scheduler)
+    before = run.snapshot()
     text = None
     try:
         load_optimizer_state([run.model], [run.optimizer], [run.scheduler], path)
     except OptimizerStateError as failure:
         text = str(failure)
-    changed = differences(before, snapshot(run.model, run.optimizer, run.scheduler))
+    changed = differences(before, run.snapshot())
     # Training can go on after a refusal.
     run.train(range(3, 5), ["used", "late"])
     return {"text": text, "changed": changed}

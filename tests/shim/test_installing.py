@@ -10,24 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from ci import series
-from ci.regress import fetch, manifest
-
-ROOT = Path(__file__).resolve().parents[2]
+from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default target's wheel, unpacked."""
-    _, target = manifest.load(series.PATCHES).select(None)
+    _, target = manifest.load(PATCHES).select(None)
     tree = tmp_path_factory.mktemp("release")
-    fetch.unpack_wheel(fetch.fetch_wheel(target.wheel, series.CACHE, lambda line: None), tree)
+    fetch.unpack_wheel(fetch.fetch_wheel(target.wheel, WHEEL_CACHE, lambda line: None), tree)
     return tree
 
 
 def run(code: str, tree: Path) -> subprocess.CompletedProcess[str]:
     """Run ``code`` where ``import nemo_automodel`` finds ``tree``."""
-    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{REPOSITORY}", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
@@ -65,7 +62,7 @@ print("restored")
 
 def test_unknown_release_is_refused_and_nothing_is_installed(release: Path, tmp_path: Path) -> None:
     tree = tmp_path / "fork"
-    fetch.copy_tree(release, tree, manifest.load(series.PATCHES).select(None)[1], [])
+    fetch.copy_tree(release, tree, manifest.load(PATCHES).select(None)[1], [])
     file = tree / "nemo_automodel" / "components" / "moe" / "experts.py"
     file.write_text(file.read_text(encoding="utf-8") + "\n# a fork's own line\n", encoding="utf-8")
     done = run(

@@ -11,11 +11,10 @@ import pytest
 
 import nemo_automodel_shim
 from ci import series
-from ci.regress import manifest
+from ci.regress import PATCHES, REPOSITORY, manifest
 from nemo_automodel_shim.installing import KNOWN_RELEASES
 
-ROOT = Path(__file__).resolve().parents[2]
-LOADED = manifest.load(series.PATCHES)
+LOADED = manifest.load(PATCHES)
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -37,7 +36,9 @@ print(len(names), *names)
 
 
 def test_every_module_imports_with_torch_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     count, *names = done.stdout.split()
     assert int(count) == len(names) >= 10
@@ -49,8 +50,8 @@ def test_every_module_imports_with_torch_alone() -> None:
 def test_series_is_what_applying_and_exporting_it_gives(name: str, tmp_path: Path) -> None:
     target = LOADED.targets[name]
     assert target.patches
-    rebuilt = series.rebuild(target, series.PATCHES, LOADED.identity, tmp_path)
-    assert series.difference(target, series.PATCHES, rebuilt) == []
+    rebuilt = series.rebuild(target, PATCHES, LOADED.identity, tmp_path)
+    assert series.difference(target, PATCHES, rebuilt) == []
 
 
 @pytest.mark.parametrize("name", LOADED.targets)
@@ -60,13 +61,11 @@ def test_modules_that_a_patch_adds_are_the_shims(name: str) -> None:
     assert added
     for path, source in added.items():
         assert path.removeprefix("nemo_automodel/") == source.removeprefix("nemo_automodel_shim/")
-        text = "".join(
-            (series.PATCHES / target.series / patch.file).read_text(encoding="utf-8") for patch in target.patches
-        )
+        text = "".join((PATCHES / target.series / patch.file).read_text(encoding="utf-8") for patch in target.patches)
         start = text.index(f"+++ b/{path}\n")
         lines = text[start:].split("\ndiff --git ")[0].split("\n-- \n")[0].splitlines()
         body = "".join(line[1:] + "\n" for line in lines if line.startswith("+") and not line.startswith("+++ "))
-        assert series.body_of(body) == series.body_of((ROOT / source).read_text(encoding="utf-8"))
+        assert series.body_of(body) == series.body_of((REPOSITORY / source).read_text(encoding="utf-8"))
 
 
 def test_known_releases_are_the_pinned_ones() -> None:

@@ -17,7 +17,7 @@ from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     load_optimizer_state,
     optimizer_state_dict,
 )
-from tests.contracts.training import Run, start_run
+from tests.support.training import Run, start_run
 
 
 class TestRefusals(expecttest.TestCase):

@@ -23,8 +23,8 @@ from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     log_parameters_without_state,
     optimizer_state_dict,
 )
-from tests.contracts.training import Run, differences, snapshot, start_run
 from tests.shim import state_ranks
+from tests.support.training import Run, differences, start_run
 from tests.support.world import run_world
 
 
@@ -71,19 +71,15 @@ def load(run: Run, path: Path, **options: Any) -> None:
     load_optimizer_state([run.model], [run.optimizer], [run.scheduler], path, **options)
 
 
-def state_of(run: Run) -> dict[str, Any]:
-    return snapshot(run.model, run.optimizer, run.scheduler)
-
-
 @pytest.mark.parametrize("loaded_into", ["fresh", "stepped", "gradients-waiting"])
 @pytest.mark.parametrize("steps", [0, 3], ids=["cold", "partial"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resume_equals_the_uninterrupted_run(optimizer: str, steps: int, loaded_into: str, tmp_path: Path) -> None:
     run = run_with(optimizer)
     run.train(range(steps), ["used"])
-    before = state_of(run)
+    before = run.snapshot()
     save(run, tmp_path)
-    assert differences(before, state_of(run)) == []
+    assert differences(before, run.snapshot()) == []
 
     resumed = run_with(optimizer)
     if loaded_into == "stepped":
@@ -95,7 +91,7 @@ def test_resume_equals_the_uninterrupted_run(optimizer: str, steps: int, loaded_
     resumed.optimizer.zero_grad()
     for each in (run, resumed):
         each.train(range(3, 8), ["used", "late"])
-    assert differences(state_of(run), state_of(resumed)) == []
+    assert differences(run.snapshot(), resumed.snapshot()) == []
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,7 @@ def test_schedulers_go_on_and_can_be_saved_again(make: Callable[[Any], Any], tmp
     save(resumed, tmp_path / "second")
     for each in (run, resumed):
         each.train(range(3, 8), ["used", "late"])
-    assert differences(state_of(run), state_of(resumed)) == []
+    assert differences(run.snapshot(), resumed.snapshot()) == []
 
 
 def test_names_are_those_of_torch_below_wrappers() -> None:
@@ -164,7 +160,7 @@ def test_file_with_wrapped_names_is_the_same_parameter(tmp_path: Path) -> None:
     dcp.save({"optim": renamed}, checkpoint_id=str(tmp_path))
     resumed = start_run()
     load_optimizer_state([resumed.model], [resumed.optimizer], None, tmp_path)
-    assert differences(state_of(run)["state"], state_of(resumed)["state"]) == []
+    assert differences(run.snapshot()["state"], resumed.snapshot()["state"]) == []
 
 
 def test_keys_equal_torchs_where_all_is_updated() -> None:
@@ -232,7 +228,7 @@ def test_two_parts_of_which_one_is_cold(tmp_path: Path) -> None:
     dcp.save({"optim": flat}, checkpoint_id=str(tmp_path))
     fresh = [start_run(("used",)), start_run(("never",))]
     load_optimizer_state([run.model for run in fresh], [run.optimizer for run in fresh], None, tmp_path)
-    assert differences(state_of(first)["state"], state_of(fresh[0])["state"]) == []
+    assert differences(first.snapshot()["state"], fresh[0].snapshot()["state"]) == []
     assert not fresh[1].optimizer.state
 
 
@@ -253,11 +249,11 @@ def test_damaged_files_are_named_and_nothing_is_changed(damage: str, tmp_path: P
     file.unlink()
     if damage.endswith("cut"):
         file.write_bytes(data[: len(data) // 2])
-    before = state_of(run)
+    before = run.snapshot()
     with pytest.raises(OptimizerStateError, match="nothing was changed") as failure:
         load(run, tmp_path)
     assert str(file) in str(failure.value)
-    assert differences(before, state_of(run)) == []
+    assert differences(before, run.snapshot()) == []
 
 
 def test_a_save_says_how_many_have_no_state(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,9 +400,9 @@ def test_integer_parameter_in_the_optimizer(tmp_path: Path) -> None:
     run.train(range(2), ["used"])
     log_parameters_without_state([run.model], [run.optimizer])
     dcp.save({"optim": optimizer_state_dict(run.model, run.optimizer)}, checkpoint_id=str(tmp_path))
-    before = state_of(run)
+    before = run.snapshot()
     load_optimizer_state([run.model], [run.optimizer], None, tmp_path)
-    assert differences(before, state_of(run)) == []
+    assert differences(before, run.snapshot()) == []
 
 
 def test_strides_of_the_state_are_those_of_the_parameter(tmp_path: Path) -> None:
@@ -447,7 +443,7 @@ def test_two_parts_and_two_schedulers_get_their_own(tmp_path: Path) -> None:
         tmp_path,
     )
     for part, other in zip(parts, fresh, strict=True):
-        assert differences(state_of(part)["state"], state_of(other)["state"]) == []
+        assert differences(part.snapshot()["state"], other.snapshot()["state"]) == []
         assert other.optimizer.param_groups[0]["initial_lr"] == part.optimizer.param_groups[0]["initial_lr"]
         assert other.scheduler.state_dict() == parts[0].scheduler.state_dict()
 

@@ -30,6 +30,10 @@ class Run:
             self.scheduler.step()
             self.optimizer.zero_grad()
 
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of all that the run goes on from."""
+        return snapshot(self.model, self.optimizer, self.scheduler)
+
 
 def start_run(names: tuple[str, ...] = ("used", "late", "never"), **options: Any) -> Run:
     """A fresh AdamW run over one ``Linear(4, 4)`` a name."""
