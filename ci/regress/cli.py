@@ -286,6 +286,8 @@ def _obtain(run: _Run, stock: Path, series: list[Path]) -> tuple[report.Source, 
         commit = worktree.commit_all(run.git, stock, f"Copy of {path.name} as it stands")
         what = f"{path} ({state})"
         return report.Source(kind="tree", location=str(path), commit=state, describe=what), commit
+    if target.wheel is None:
+        raise UsageError(f"{run.target_name} has no wheel: its commit is in git only", "give a clone with --git PATH")
     cache = (options.wheel_cache or WHEEL_CACHE).resolve()
     wheel = fetch.fetch_wheel(target.wheel, cache, run.say)
     fetch.unpack_wheel(wheel, stock)
@@ -315,7 +317,7 @@ def _run_side(run: _Run, name: str, tree: Path, commit: str, shim: str | None = 
         tree=tree,
         commit=commit,
         package=run.target.package,
-        contracts=(run.options.contracts or REPOSITORY / "tests" / "contracts").resolve(),
+        contracts=_contracts(run),
         run_dir=run.work / "sides",
         artifacts=artifacts,
         log=run.reports / f"{name}.log",
@@ -381,8 +383,12 @@ def _mentioning(run: _Run, contract: str, errors: list[CollectionError]) -> list
     return found
 
 
+def _contracts(run: _Run) -> Path:
+    return (run.options.contracts or REPOSITORY / run.target.suite).resolve()
+
+
 def _contract_file(run: _Run, file: str) -> Path:
-    contracts = (run.options.contracts or REPOSITORY / "tests" / "contracts").resolve()
+    contracts = _contracts(run)
     root = REPOSITORY if contracts.is_relative_to(REPOSITORY) else contracts
     return root / file
 

@@ -168,9 +168,10 @@ class Target(_Model):
     landmark: RelativePath | None = None
     shim: ModuleName | None = None
     series: RelativePath
+    suite: RelativePath  # the folder of its contracts, from the root of this repository
     requirements: tuple[Text, ...] = ()
     imports: tuple[ModuleName, ...] = ()
-    wheel: Wheel
+    wheel: Wheel | None = None  # None: the commit is in git only
     blobs: dict[RelativePath, ObjectId] = {}
     patches: tuple[Patch, ...] = ()
     contracts: dict[ContractId, Contract] = {}

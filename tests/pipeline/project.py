@@ -192,6 +192,7 @@ class Project:
             'package = "nemo_automodel"',
             f'landmark = "{MODULE}"',
             'series = "fake/v9"',
+            'suite = "contracts"',
             self.extra,
             '[targets."fake/v9".wheel]',
             'distribution = "nemo-automodel"',

@@ -57,7 +57,7 @@ def test_patches_bear_the_identity_and_say_why(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_contracts_marked_and_declared_are_the_same(name: str) -> None:
     marked = set()
-    for file in sorted((REPOSITORY / "tests" / "contracts").glob("test_*.py")):
+    for file in sorted((REPOSITORY / LOADED.targets[name].suite).glob("test_*.py")):
         marked |= set(re.findall(r"""\.contract\(\s*["']([^"']+)["']""", file.read_text(encoding="utf-8")))
     assert marked == set(LOADED.targets[name].contracts)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts import failure_ranks
-from tests.contracts.upstream import PRELOAD
+from tests.contracts.automodel import failure_ranks
+from tests.contracts.automodel.upstream import PRELOAD
 from tests.support.world import run_world
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from tests.contracts.upstream import plain_checkpointer
+from tests.contracts.automodel.upstream import plain_checkpointer
 from tests.support.training import differences, start_run
 from tests.support.world import RankContext
 

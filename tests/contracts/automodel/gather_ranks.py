@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.contracts.automodel.upstream import ExpertParallel, MoE, MoEConfig, cpu_backend
 from tests.contracts.outcomes import PreconditionError
-from tests.contracts.upstream import ExpertParallel, MoE, MoEConfig, cpu_backend
 from tests.support.world import RankContext
 
 DIM, EXPERTS, TOP_K = 16, 8, 2

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.contracts.automodel.tiny_models import VOCABULARY, build_deepseek_v4, seed_parameters
+from tests.contracts.automodel.upstream import parallelize_model, plain_checkpointer
 from tests.contracts.outcomes import PreconditionError
-from tests.contracts.tiny_models import VOCABULARY, build_deepseek_v4, seed_parameters
-from tests.contracts.upstream import parallelize_model, plain_checkpointer
 from tests.support.training import differences, snapshot
 from tests.support.world import RankContext
 

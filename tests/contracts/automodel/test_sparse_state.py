@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tests.contracts.automodel.upstream import plain_checkpointer
 from tests.contracts.outcomes import PreconditionError
-from tests.contracts.upstream import plain_checkpointer
 from tests.support.training import Run, differences, names_of, start_run
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contracts import gather_ranks
+from tests.contracts.automodel import gather_ranks
+from tests.contracts.automodel.upstream import PRELOAD
 from tests.contracts.outcomes import PreconditionError
-from tests.contracts.upstream import PRELOAD
 from tests.support.world import run_world
 
 # Tokens a rank. Never even, so that a backward that averages or cuts the wrong slice shows.

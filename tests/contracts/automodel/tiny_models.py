@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.contracts.upstream import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV4Indexer, cpu_backend
+from tests.contracts.automodel.upstream import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV4Indexer, cpu_backend
 
 VOCABULARY = 256
 

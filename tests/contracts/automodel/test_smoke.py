@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts import smoke_ranks
+from tests.contracts.automodel import smoke_ranks
+from tests.contracts.automodel.upstream import PRELOAD
 from tests.contracts.outcomes import ContractNotApplicable, PreconditionError
-from tests.contracts.upstream import PRELOAD
 from tests.support.world import run_world
 
 WORLD_SIZE = 8

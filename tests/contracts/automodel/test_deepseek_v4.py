@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contracts.automodel.tiny_models import build_deepseek_v4, indexer_parameters
 from tests.contracts.outcomes import PreconditionError
-from tests.contracts.tiny_models import build_deepseek_v4, indexer_parameters
 
 INDEXER_PARAMETERS = 6
 
