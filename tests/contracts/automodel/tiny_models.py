@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import torch
+from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
+from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexer
+from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
 from torch import nn
 
-from tests.contracts.automodel.upstream import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV4Indexer, cpu_backend
+from tests.contracts.automodel.upstream import cpu_backend
 
 VOCABULARY = 256
 

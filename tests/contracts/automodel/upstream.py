@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream names that contracts use, from whichever tree this side imports.
+"""The upstream names that contracts use and every release has, from whichever tree this side imports.
+
+What only some releases have is imported where it is used, so that the other contracts run without it.
 
 Rank processes import this module before anything else, so that a side that runs with the shim has it there too.
 """
@@ -11,9 +13,6 @@ import os
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.checkpoint.config import CheckpointingConfig
 from nemo_automodel.components.models.common.utils import BackendConfig
-from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
-from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexer
-from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
 from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import MoE
 from nemo_automodel.components.moe.parallelizer import ExpertParallel, parallelize_model
@@ -25,9 +24,6 @@ __all__ = [
     "BackendConfig",
     "Checkpointer",
     "CheckpointingConfig",
-    "DeepseekV4Config",
-    "DeepseekV4ForCausalLM",
-    "DeepseekV4Indexer",
     "ExpertParallel",
     "MoE",
     "MoEConfig",
