@@ -66,6 +66,8 @@ def _download(wheel: Wheel, part: Path, place: Path) -> Path:
     requirements.write_text(f"{pin} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
+    # The wheel is unpacked, not installed: whether this Python suits it is for the target's `python` to say.
+    command += ["--ignore-requires-python"]
     command += ["--dest", str(part / "wheel"), "--requirement", str(requirements)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     tail = "\n".join(f"    {line}" for line in done.stdout.strip().splitlines()[-_TAIL:])
