@@ -7,18 +7,16 @@ import re
 from types import SimpleNamespace
 
 import torch
-from nemo_automodel.components.moe.parallelizer import apply_ac
+from nemo_automodel.components.moe import parallelizer
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointError
 
 from tests.contracts.automodel import hybridep
-from tests.contracts.automodel.upstream import MoE, MoEConfig, cpu_backend, parallelize_model
+from tests.contracts.automodel.upstream import MoE, MoEConfig, cpu_backend
 from tests.contracts.outcomes import PreconditionError
 from tests.support.world import RankContext
-
-__all__ = ["Model", "apply_ac", "checkpointed", "drift", "modes", "train_each"]
 
 DIM, EXPERTS, TOP_K, LAYERS, TOKENS = 16, 8, 2, 2, 8
 
@@ -95,7 +93,7 @@ def build(context: RankContext, dispatcher: str, experts: str = "torch_mm", **op
     moe = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("ep",))
     if dispatcher == "hybridep":
         hybridep.install(moe.get_group("ep"))
-    parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep", **options)
+    parallelizer.parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep", **options)
     return model
 
 
@@ -180,7 +178,7 @@ def modes(context: RankContext, values: list[object]) -> list[tuple[bool, str | 
         model = Model("torch", "torch")
         world = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         try:
-            parallelize_model(model, world, None, dp_axis_names=("dp",), activation_checkpointing=value)
+            parallelizer.parallelize_model(model, world, None, dp_axis_names=("dp",), activation_checkpointing=value)
             error = None
         except ValueError as exc:
             error = str(exc)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nemo_automodel.components.moe import parallelizer
 
 from tests.contracts.automodel import checkpointing_ranks, hybridep
 from tests.contracts.automodel.upstream import PRELOAD
@@ -82,7 +83,7 @@ def test_deepep_is_accepted(options: dict[str, object]) -> None:
     for block in model.model.layers.values():
         # DeepEP itself needs its package: this is what its experts carry after the set-up.
         block.mlp.experts.dispatcher_backend, block.mlp.experts.ep_size = "deepep", WORLD
-    checkpointing_ranks.apply_ac(
+    parallelizer.apply_ac(
         model,
         ignore_router=options.get("ignore_router_for_ac", True),
         selective=options["activation_checkpointing"] == "selective",
@@ -100,9 +101,7 @@ def test_the_layout_drifts_below_an_identical_routing(tmp_path: Path) -> None:
         assert again == forward[-1] - hybridep.SPARE_ROWS
 
 
-@pytest.mark.contract(
-    "checkpointing.modes", meaning="a mode means what it says; a misspelt one is refused"
-)
+@pytest.mark.contract("checkpointing.modes", meaning="a mode means what it says; a misspelt one is refused")
 def test_modes_mean_what_they_say(tmp_path: Path) -> None:
     expected = {True: True, "full": True, "selective": True, "off": False, "none": False, False: False}
     values = [*expected, "selectiv"]
