@@ -36,12 +36,13 @@ def normalize_activation_checkpointing(value: bool | str | None) -> bool | Liter
     return _SPELLINGS[key]
 
 
-def refuse_hybridep_recompute(experts: Iterable[object], mode: str) -> None:
+def refuse_hybridep_recompute(experts: Iterable[object], mode: str, replayable: bool = False) -> None:
     """Raise if recomputing the blocks of these experts would dispatch tokens through HybridEP a second time.
 
     Args:
         experts: The experts of each block that is to be checkpointed whole; None for a block without any.
         mode: The checkpointing mode, for the message.
+        replayable: Whether the layout would be replayed if the router were saved, which is a third way out.
 
     Raises:
         ValueError: Some of them are parallel and dispatch through HybridEP.
@@ -49,12 +50,13 @@ def refuse_hybridep_recompute(experts: Iterable[object], mode: str) -> None:
     for module in experts:
         ep_size = getattr(module, "ep_size", 1)
         if getattr(module, "dispatcher_backend", None) == "hybridep" and ep_size > 1:
+            save_router = "Save the router (ignore_router_for_ac: true), so that the layout is replayed; or turn "
             raise ValueError(
                 f"Activation checkpointing ({mode}) does not work with expert parallelism on the HybridEP dispatcher "
                 f"here (ep_size={ep_size}, dispatcher='hybridep' in the model's backend config): backward dispatches "
                 "the tokens of a checkpointed block again, HybridEP may lay them out in another number of rows "
                 "although the routing is the same, and the first backward pass stops with "
-                "torch.utils.checkpoint.CheckpointError. Either turn checkpointing off "
-                "(distributed.activation_checkpointing: false), or choose another dispatcher "
+                f"torch.utils.checkpoint.CheckpointError. {save_router if replayable else 'Either turn '}"
+                "checkpointing off (distributed.activation_checkpointing: false), or choose another dispatcher "
                 f"(model.backend.dispatcher: torch). See {HYBRIDEP_RECOMPUTE_ISSUE}."
             )
