@@ -113,6 +113,22 @@ def start(tmp_path: Path, model: Path, command: str, flags: list[str], dispatche
     return Launch(done.returncode, done.stderr, **json.loads(output.read_text()), seconds=seconds)
 
 
+def can_replay() -> bool:
+    """Whether the Automodel here replays HybridEP's layout."""
+    from nemo_automodel.components.moe.megatron import fused_a2a
+
+    return hasattr(fused_a2a, "hybridep_dispatch_replay_scope")
+
+
+def refused_or_trains(launch: Launch, parts: list[str], measure: Callable[[str, float], None]) -> None:
+    """Hold a launch on HybridEP against what is right with the Automodel here."""
+    if can_replay() and launch.dispatcher in (None, "hybridep"):
+        assert launch.status == 0, launch.errors
+        assert launch.passes == 1
+    else:
+        refused_early(launch, parts, measure)
+
+
 def refused_early(launch: Launch, parts: list[str], measure: Callable[[str, float], None]) -> None:
     """Hold a launch against what a refusal owes: its exit status, its words, once, and no file of the model opened."""
     if launch.opened:
@@ -136,7 +152,9 @@ def raw_failure(errors: str) -> str:
     return " ".join([lines[start], *shapes]) if start < len(lines) else lines[-1]
 
 
-@pytest.mark.contract("launch.full", meaning="the report's command is refused at launch, by name, with no file read")
+@pytest.mark.contract(
+    "launch.full", meaning="the report's command trains, or is refused at launch by name, with no file read"
+)
 def test_the_reports_command_is_refused_at_launch(
     train_sft: Callable[..., Launch], measure: Callable[[str, float], None]
 ) -> None:
@@ -148,7 +166,7 @@ def test_the_reports_command_is_refused_at_launch(
         f"{DISPATCHER}=torch",
         ISSUE,
     ]
-    refused_early(train_sft("full"), parts, measure)
+    refused_or_trains(train_sft("full"), parts, measure)
 
 
 @pytest.mark.contract("launch.selective", meaning="selective checkpointing too: the drift is below the router")
@@ -156,7 +174,7 @@ def test_selective_is_refused_at_launch(
     train_sft: Callable[..., Launch], measure: Callable[[str, float], None]
 ) -> None:
     parts = ["--model.gradient_checkpoint selective", f"from {DISPATCHER}='hybridep'", "none", "=torch", ISSUE]
-    refused_early(train_sft("selective", "hybridep"), parts, measure)
+    refused_or_trains(train_sft("selective", "hybridep"), parts, measure)
 
 
 @pytest.mark.contract(
@@ -165,7 +183,7 @@ def test_selective_is_refused_at_launch(
 def test_case_and_blanks_make_no_difference(
     train_sft: Callable[..., Launch], measure: Callable[[str, float], None]
 ) -> None:
-    refused_early(train_sft("full", " HybridEP "), [f"from {DISPATCHER}=' HybridEP '", ISSUE], measure)
+    refused_or_trains(train_sft("full", " HybridEP "), [f"from {DISPATCHER}=' HybridEP '", ISSUE], measure)
 
 
 @pytest.mark.contract(
@@ -184,7 +202,7 @@ def test_what_works_is_launched(mode: str, dispatcher: str | None, train_sft: Ca
     assert launch.dispatcher == (dispatcher or "hybridep")
 
 
-@pytest.mark.contract("launch.reinforcement", meaning="the command line for reinforcement refuses early too")
+@pytest.mark.contract("launch.reinforcement", meaning="the command line for reinforcement decides as early")
 def test_reinforcement_is_refused_at_launch(files: Path, tmp_path: Path, measure: Callable[[str, float], None]) -> None:
     flags = {
         "--actor.model_name_or_path": str(files / "model"),
@@ -195,7 +213,11 @@ def test_reinforcement_is_refused_at_launch(files: Path, tmp_path: Path, measure
         "--fsdp.ep_size": "4",
     }
     launch = start(tmp_path, files / "model", "train_rl_ray", list(itertools.chain(*flags.items())), None)
-    assert "in train\n" not in launch.errors, "accepted: train() was entered"
+    entered = "in train\n" in launch.errors
+    if can_replay():
+        assert entered, launch.errors
+        return
+    assert not entered, "accepted: train() was entered"
     parts = ["--actor.gradient_checkpoint full", "--fsdp.ep_size 4", "--actor.gradient_checkpoint none", ISSUE]
     refused_early(launch, parts, measure)
 
@@ -206,6 +228,9 @@ def test_the_strategy_decides_with_authority(tmp_path: Path) -> None:
     for mode in ("full", "selective"):
         ranks = run_world(strategy_ranks.set_up, 2, tmp_path, ("hybridep", mode), preload=preload)
         refusals = {refusal for refusal, _ in ranks}
+        if can_replay():
+            assert refusals == {None}
+            continue
         assert None not in refusals, f"the set-up accepts {mode} checkpointing"
         assert len(refusals) == 1
         assert all(part in refusals.copy().pop() for part in (f"gradient_checkpoint {mode}", "ep_size 2", ISSUE))
