@@ -111,6 +111,11 @@ def _changes() -> list[tuple[Any, str, Any]]:
 
     changes: list[tuple[Any, str, Any]] = [
         (upstream_experts.GroupedExperts, "forward", experts.GroupedExperts.forward),
+        (
+            upstream_experts.GroupedExpertsDeepEP,
+            "forward",
+            experts.with_biases(upstream_experts.GroupedExpertsDeepEP.forward),
+        ),
         (checkpointer, "upstream_save_optimizer", checkpointer.save_optimizer),
         (checkpointer, "upstream_load_optimizer", checkpointer.load_optimizer),
         (checkpointer, "save_optimizer", checkpointing.Checkpointer.save_optimizer),
