@@ -11,7 +11,7 @@ from tests.contracts.automodel import impostors
 
 if NAMES := os.environ.get(impostors.VARIABLE + "S", ""):
 
-    @pytest.fixture(autouse=True, params=NAMES.split(","), ids="impostor={}".format)
+    @pytest.fixture(autouse=True, params=NAMES.split(","), ids="impostor={}.".format)
     def impostor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the ranks of a test put an impostor in place of the gather."""
         monkeypatch.setenv(impostors.VARIABLE, request.param)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from tests.contracts.automodel.gather_ranks import Case
+from tests.support import launch
 
 
 def _case(name: str, experts: str = "torch", layout: str = "uneven", groups: int = 1, **options: object) -> Case:
@@ -46,5 +49,16 @@ NOT_RUN = ["te", "gmm", "torch_mm_mxfp8", "dispatcher deepep", "dispatcher hybri
 def cases_for(world_size: int) -> list[Case]:
     """What a world of this many ranks runs."""
     if world_size == 1:
-        return [case for case in CASES if case.layout != "empty-rank"]
+        return [case for case in [*CASES, *BF16] if case.layout != "empty-rank"]
+    if world_size >= 8:  # to be quick: every second one, and every layout
+        return [case for number, case in enumerate(CASES) if number % 2 or case.layout != "uneven"] + BF16 + TWO_GROUPS
     return [*CASES, *BF16, *(TWO_GROUPS if world_size % 2 == 0 and world_size > 2 else [])]
+
+
+def degrees(*wanted: int) -> list[int]:
+    """EP degrees to run: those wanted; under torchrun that of the launch; ``$GATHER_DEGREES`` has fewer, to be quick."""
+    if launch.current is not None:
+        return [launch.current.world_size]
+    few = [int(size) for size in os.environ.get("GATHER_DEGREES", "").split(",") if size]
+    # Where none of them is wanted, all are.
+    return [size for size in wanted if size in few] or list(wanted)

@@ -16,7 +16,14 @@ from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexe
 from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
 from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import MoE
-from nemo_automodel.components.moe.parallelizer import ExpertParallel, parallelize_model
+from nemo_automodel.components.moe.parallelizer import (
+    ExpertParallel,
+    apply_ac,
+    apply_ep,
+    apply_fsdp,
+    parallelize_model,
+)
+from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
 import nemo_automodel_shim
 
@@ -31,9 +38,13 @@ __all__ = [
     "ExpertParallel",
     "MoE",
     "MoEConfig",
+    "apply_ac",
+    "apply_ep",
+    "apply_fsdp",
     "cpu_backend",
     "parallelize_model",
     "plain_checkpointer",
+    "scale_grads_and_clip_grad_norm",
 ]
 
 # For the world launcher: with this imported, a rank starts without importing transformers again.
