@@ -19,7 +19,6 @@ from typing import Any
 from . import rank as rank_module
 from .outcomes import RankOutcome
 
-BACKENDS = ("auto", "gloo", "nccl")
 _PATIENCE = 30.0  # seconds beyond a world's deadline, for a rank that is slow to say what became of it
 
 
@@ -115,6 +114,7 @@ class Launch:
                 outcome.kind, outcome.entered = "raised", True
                 try:
                     outcome.value = body(context, *args, **kwargs)
+                    outcome.kind = "unpicklable"
                     pickle.dumps(outcome.value)
                     outcome.kind = "ok"
                 finally:
@@ -125,7 +125,8 @@ class Launch:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            outcome.kind = "setup" if not outcome.entered or isinstance(error, rank_module.SetupError) else "raised"
+            if not outcome.entered or isinstance(error, rank_module.SetupError):
+                outcome.kind = "setup"
             outcome.value = None
             for name, value in rank_module.describe_exception(error).items():
                 setattr(outcome, name, value)

@@ -56,7 +56,7 @@ def cases_for(world_size: int) -> list[Case]:
 
 
 def degrees(*wanted: int) -> list[int]:
-    """EP degrees to run: those wanted; under torchrun that of the launch; ``$GATHER_DEGREES`` has fewer, to be quick."""
+    """EP degrees to run: those wanted, or fewer (``$GATHER_DEGREES``); under torchrun that of the launch."""
     if launch.current is not None:
         return [launch.current.world_size]
     few = [int(size) for size in os.environ.get("GATHER_DEGREES", "").split(",") if size]

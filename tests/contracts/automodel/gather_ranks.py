@@ -192,9 +192,10 @@ def _compare(context: RankContext, case: Case) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ no tokens, idle experts
+# --------------------------------------------------------------------------------------- no tokens, idle experts
 
 
+@impostors.from_environment()
 def empty_everywhere(context: RankContext, backends: list[str]) -> list[str]:
     """Forward and backward where no rank has a token; which gradients are not there, or not zero."""
     wrong = []
@@ -213,6 +214,7 @@ def empty_everywhere(context: RankContext, backends: list[str]) -> list[str]:
     return wrong
 
 
+@impostors.from_environment()
 def skewed_bias(context: RankContext, backends: list[str]) -> dict[str, Any]:
     """Experts with bias and a router that chooses experts 0 and 1 only: which gradients exist, and their error."""
     found: dict[str, Any] = {}
@@ -222,7 +224,7 @@ def skewed_bias(context: RankContext, backends: list[str]) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ who else is touched
+# ------------------------------------------------------------------------------------------ who else is touched
 
 
 def shared_gradient(context: RankContext) -> dict[str, Any]:
@@ -308,6 +310,7 @@ _COLLECTIVES = (
 )
 
 
+@impostors.from_environment()
 def collectives(context: RankContext) -> dict[str, Any]:
     """Collectives of forward and backward with a trainable and with a frozen router, and the graph of the latter."""
     found: dict[str, Any] = {}
@@ -338,6 +341,7 @@ def collectives(context: RankContext) -> dict[str, Any]:
     return found
 
 
+@impostors.from_environment()
 def frozen_on_one_rank(context: RankContext) -> str | None:
     """The router is frozen on the last rank only; the text of the error, or None where there is none."""
     layer = build_layer(device=context.device)

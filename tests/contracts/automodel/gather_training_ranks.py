@@ -169,6 +169,7 @@ def bias_checkpoint(context: RankContext) -> list[str]:
     return found + [f"{name} has no state" for name in cold]
 
 
+@impostors.from_environment()
 def compiled_rest(context: RankContext) -> dict[str, Any]:
     """A block whose parts around the experts are compiled, against one process that compiles nothing.
 

@@ -65,7 +65,7 @@ def test_checkpointed_gradients_equal_one_process(
     check_step(ranks, checkpointing, measure)
 
 
-@pytest.mark.contract("gather.expert-bias-checkpoint", meaning="a run with idle expert biases saves and resumes exactly")
+@pytest.mark.contract("gather.expert-bias-checkpoint", meaning="idle expert biases: saved, and resumed exactly")
 @pytest.mark.parametrize("size", SIZES)
 def test_idle_biases_save_and_resume(size: int, tmp_path: Path) -> None:
     found = run_world(gather_training_ranks.bias_checkpoint, size, tmp_path, preload=PRELOAD)
