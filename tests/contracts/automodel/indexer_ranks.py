@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank bodies: is the indexer still frozen after sharding, adapters and other passes over the parameters?"""
+"""Rank bodies: the indexer after sharding, adapters and other passes over the parameters, and in model checkpoints."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.contracts.automodel.tiny_models import build_deepseek_v4, indexer_parameters
+from tests.contracts.automodel.tiny_models import build_deepseek_v4, indexer_parameters, seed_parameters
 from tests.contracts.automodel.upstream import (
+    Checkpointer,
+    CheckpointingConfig,
     PeftConfig,
     apply_lora_to_linear_modules,
     apply_parameter_freezing,
@@ -93,3 +97,39 @@ def trainable_after_each_pass(context: RankContext) -> dict[str, Any]:
                 if name not in inside and id(param) not in held
             ]
     return found
+
+
+def save_and_load_model(context: RankContext, form: str) -> dict[str, Any]:
+    """Save a model with a frozen indexer, as plain DCP or for Hugging Face, overwrite the indexer, and load it."""
+    model = build_deepseek_v4(num_hidden_layers=2, compress_ratios=[0, 4])
+    model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.bfloat16)
+    seed_parameters(model, 11)
+    inside = indexer_parameters(model)
+    for param in inside.values():
+        param.requires_grad_(False)
+    before = {name: param.detach().clone() for name, param in inside.items()}
+    config = CheckpointingConfig(
+        checkpoint_dir=context.directory,
+        model_save_format=form,
+        save_consolidated=form == "safetensors",
+        model_repo_id="none",
+    )
+    checkpointer = Checkpointer(config, dp_rank=0, tp_rank=0, pp_rank=0)
+    checkpointer.save_model(model, str(context.directory))
+    place = context.directory / "model"
+    # Both forms have the names of the Hugging Face model.
+    keys: set[str] = set()
+    if form == "torch_save":
+        keys |= set(dcp.FileSystemReader(place).read_metadata().state_dict_metadata)
+    for file in (place / "consolidated").glob("*.safetensors"):
+        with safe_open(file, "pt") as content:
+            keys |= set(content.keys())
+    with torch.no_grad():
+        for param in inside.values():
+            param.fill_(-1.0)
+    checkpointer.load_model(model, str(place))
+    return {
+        "frozen": sorted(inside),
+        "saved": sorted(key for key in keys if ".indexer." in key),
+        "changed": [name for name, param in inside.items() if not torch.equal(param, before[name])],
+    }
