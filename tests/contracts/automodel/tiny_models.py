@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+
 import torch
 from torch import nn
 
@@ -106,7 +109,10 @@ def seed_parameters(model: nn.Module, seed: int) -> None:
 
 
 # The modules of these models that hand out indices only.
-INDEXERS = (DeepseekV4Indexer, DeepseekV32Indexer)
+INDEXERS: tuple[type[nn.Module], ...] = (DeepseekV4Indexer, DeepseekV32Indexer)
+if importlib.util.find_spec("nemo_automodel.components.models.glm_moe_dsa.layers"):
+    # Until 0.5.0, GLM has that of DeepSeek-V3.2.
+    INDEXERS += (importlib.import_module("nemo_automodel.components.models.glm_moe_dsa.layers").GlmMoeDsaIndexer,)
 
 
 def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
