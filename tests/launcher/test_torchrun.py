@@ -112,6 +112,23 @@ def test_failures_and_empty_runs_fail_the_launch(tmp_path: Path) -> None:
     assert "exitcode  : 5" in empty.stdout
 
 
+def test_a_rank_that_fails_first_leaves_the_others_time_to_tell(tmp_path: Path) -> None:
+    """Rank 0 is slow to its summary, and torchrun kills it as soon as another rank has failed."""
+    (tmp_path / "test_launched.py").write_text(
+        "import os, time, pytest\n"
+        "@pytest.fixture\n"
+        "def slow():\n"
+        "    yield\n"
+        "    time.sleep(0 if int(os.environ['RANK']) else 4)\n"
+        "def test_red(slow):\n"
+        "    assert not 'the reason'\n"
+    )
+    done = launch(tmp_path, "--torchrun=gloo")
+    assert done.returncode != 0
+    assert "assert not 'the reason'" in done.stdout
+    assert "1 failed" in done.stdout
+
+
 def test_torchrun_is_needed(tmp_path: Path) -> None:
     (tmp_path / "test_launched.py").write_text(TESTS)
     done = launch(tmp_path, "--torchrun=gloo", ranks=None)

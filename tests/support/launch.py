@@ -100,6 +100,20 @@ class Launch:
             raise LaunchError(f"nothing heard in {limit.total_seconds():.0f} s: {', '.join(silent)}") from error
         return [pickle.loads(store.get(key)) for key in keys], directory, time.monotonic() - began
 
+    def leave(self) -> None:
+        """Wait until every rank has come to its end, or is gone.
+
+        ``torchrun`` kills the others at the first rank that ends in failure: before rank 0 has printed what failed.
+        """
+        import torch.distributed as dist
+
+        store = dist.PrefixStore("end", self._store)
+        try:
+            store.set(str(self.rank), "")
+            store.wait([str(rank) for rank in range(self.world_size)], timedelta(seconds=_PATIENCE))
+        except RuntimeError:
+            pass  # dead ranks, or a store that went with rank 0: nothing is left to wait for
+
     def _body(
         self, context: Any, group_store: Any, pg_timeout: float, call: tuple[Any, ...], store: Any, limit: timedelta
     ) -> RankOutcome:

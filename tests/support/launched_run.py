@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,9 @@ class LaunchedRun:
         """Count what did not run."""
         if self.not_run:
             terminalreporter.write_line(f"not run, and not passed: {len(self.not_run)} tests (see -rs)")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Let every rank print its summary before the first one leaves."""
+        sys.stdout.flush()
+        self.launch.leave()
