@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 PATIENCE_S = 20.0
 # Tried from the newest down where a target asks for another Python than the one that runs nox.
 MINORS = range(14, 10, -1)
+# Where version managers keep theirs: the variable that names the root, the root without it, the interpreters below it.
+MANAGERS = (
+    ("PYENV_ROOT", "~/.pyenv", "versions/*/bin/python"),
+    ("UV_PYTHON_INSTALL_DIR", "~/.local/share/uv/python", "*/bin/python"),
+)
 
 # What runs the sessions: the environment's interpreter, once that session has run.
 _interpreter = sys.executable
@@ -123,7 +130,7 @@ def _environment_of(session: nox.Session, targets: dict[str, Any], name: str) ->
         found = _find_python(python)
         if found is None:
             fallback = targets[name].get("fallback")
-            lack = f"{name} needs Python {python}, none is on PATH as python3.N: install one (uv, pyenv, your system)"
+            lack = f"{name} needs Python {python}, none is on PATH as python3.N, nor with pyenv or uv: install one"
             if fallback is None:
                 session.error(lack)
             session.warn(f"{lack}. Running the fallback {fallback}")
@@ -138,13 +145,23 @@ def _environment_of(session: nox.Session, targets: dict[str, Any], name: str) ->
 
 
 def _find_python(python: str) -> str | None:
-    """Return an interpreter within a range of versions: the one that runs nox, or one that is on PATH."""
+    """Return an interpreter within a range: the one that runs nox, one on PATH, or one that a version manager keeps."""
     wanted = SpecifierSet(python)
-    for candidate in (sys.executable, *(shutil.which(f"python3.{minor}") for minor in MINORS)):
+    on_path = [shutil.which(f"python3.{minor}") for minor in MINORS]
+    for candidate in (sys.executable, *on_path, *_managed()):
         version = _runs(candidate) if candidate else None
         if version is not None and wanted.contains(version, prereleases=True):
             return candidate
     return None
+
+
+def _managed() -> Iterator[str]:
+    """The interpreters of pyenv and uv, newest first: those that are not switched on are not on PATH."""
+    for variable, default, pattern in MANAGERS:
+        root = Path(os.environ.get(variable) or default).expanduser()
+        found = {path: re.search(r"3\.(\d+)\.(\d+)", path.parent.parent.name) for path in root.glob(pattern)}
+        known = {path: (int(version[1]), int(version[2])) for path, version in found.items() if version}
+        yield from (str(path) for path in sorted(known, key=known.__getitem__, reverse=True))
 
 
 def _runs(interpreter: str) -> str | None:

@@ -155,4 +155,27 @@ def test_nox_makes_an_environment_for_a_target(project: Project) -> None:
     assert "ran the fallback z, not future" in fallback.stdout
     stuck = run_nox(directory, "-s", "regress", "--", "--target", "stuck", **pip)
     assert stuck.returncode == 1
-    assert "install one (uv, pyenv, your system)" in stuck.stdout
+    assert "nor with pyenv or uv: install one" in stuck.stdout
+
+
+def test_nox_finds_an_interpreter_that_pyenv_keeps(project: Project) -> None:
+    project.write()
+    directory, pyenv = project.root / "checkout", project.root / "pyenv"
+    files = {
+        "noxfile.py": (REPOSITORY / "noxfile.py").read_text(),
+        "pyproject.toml": "[dependency-groups]\ntests = []\n",
+        "patches/series.toml": TARGETS_OF_NOX,
+        "ci/regress/__main__.py": "print('ran')\n",
+    }
+    write_files(directory, files)
+    # Says that it is a newer Python than any on PATH, and is this one for the rest.
+    for name, version in (("3.0.9", "3.0.9"), ("4.3.1-dev", "4.3.1"), ("3.999.1", "4.0.0")):
+        python = pyenv / "versions" / name / "bin" / "python"
+        says = f'#!/bin/sh\n[ "$1" = --version ] && echo Python {version} && exit\nexec {sys.executable} "$@"\n'
+        write_files(python.parent, {"python": says})
+        python.chmod(0o755)
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project.wheel.parent), "PIP_CONFIG_FILE": os.devnull}
+    done = run_nox(directory, "-s", "regress", "--", "--target", "stuck", PYENV_ROOT=str(pyenv), **pip)
+    assert done.returncode == 0, done.stdout
+    assert "3.999.1/bin/python -m venv" in done.stdout
+    assert "ran" in done.stdout

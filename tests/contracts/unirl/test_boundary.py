@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,8 +108,8 @@ def unwrapped(run: Run) -> dict[str, Any]:
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """``torch.compile``, also where the environment switches it off."""
-    with torch._dynamo.config.patch(disable=False):
+    """``torch.compile``, which the environment of the sides switches off."""
+    with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"), torch._dynamo.config.patch(disable=False):
         return torch.compile(module, backend="eager")
 
 
