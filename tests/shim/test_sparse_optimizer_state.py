@@ -20,7 +20,7 @@ from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     OptimizerStateError,
     iter_named_parameters,
     load_optimizer_state,
-    log_parameters_without_state,
+    validate_optimizers_for_save,
     optimizer_state_dict,
 )
 from tests.shim import state_ranks
@@ -260,9 +260,9 @@ def test_a_save_says_how_many_have_no_state(caplog: pytest.LogCaptureFixture) ->
     run = start_run()
     run.train(range(1), ["used"])
     with caplog.at_level("INFO"):
-        log_parameters_without_state([run.model], [run.optimizer])
+        validate_optimizers_for_save([run.model], [run.optimizer])
         plain = torch.optim.SGD(run.model.parameters(), lr=0.1)
-        log_parameters_without_state([run.model], [plain])
+        validate_optimizers_for_save([run.model], [plain])
     assert [message for message in caplog.messages if "never updated" in message] == [
         "Optimizer state: 4 parameters of 6 never updated, saved without state: "
         "late.weight, late.bias, never.weight, never.bias."
@@ -398,7 +398,7 @@ def test_integer_parameter_in_the_optimizer(tmp_path: Path) -> None:
     run.model.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
     run.optimizer.param_groups[0]["params"].append(run.model.table)
     run.train(range(2), ["used"])
-    log_parameters_without_state([run.model], [run.optimizer])
+    validate_optimizers_for_save([run.model], [run.optimizer])
     dcp.save({"optim": optimizer_state_dict(run.model, run.optimizer)}, checkpoint_id=str(tmp_path))
     before = run.snapshot()
     load_optimizer_state([run.model], [run.optimizer], None, tmp_path)
@@ -454,7 +454,7 @@ def test_looking_at_an_optimizer_runs_nobodys_hooks() -> None:
     run.optimizer.register_step_pre_hook(lambda *args: calls.append("own"))
     handle = register_optimizer_step_post_hook(lambda *args: calls.append("global"))
     try:
-        log_parameters_without_state([run.model], [run.optimizer])
+        validate_optimizers_for_save([run.model], [run.optimizer])
         assert calls == []
         run.train(range(1), ["used"])
         assert calls == ["own", "global"]

@@ -15,8 +15,8 @@ from torch import nn
 
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     load_optimizer_state,
-    log_parameters_without_state,
     optimizer_state_dict,
+    validate_optimizers_for_save,
 )
 
 
@@ -41,6 +41,9 @@ class Checkpointer:
             model: The model, or its parts on this rank.
             weights_path: Directory of the checkpoint.
             scheduler: Scheduler, or schedulers of which the first is saved; ``None`` for none.
+
+        Raises:
+            OptimizerStateError: On every rank alike, with nothing written, if the ranks do not agree on the state.
         """
         models, optimizers, schedulers = _listed(model), _listed(optimizer), _listed(scheduler)
         if _native(self, models):
@@ -48,13 +51,13 @@ class Checkpointer:
             return
         path = os.path.join(weights_path, "optim")
         os.makedirs(path, exist_ok=True)
+        validate_optimizers_for_save(models, optimizers)
         optim: dict[str, Any] = {}
         for part, owner in zip(models, optimizers, strict=False):
             optim.update(optimizer_state_dict(part, owner))
         state: dict[str, Any] = {"optim": optim}
         if schedulers:
             state["sched"] = schedulers[0].state_dict()
-        log_parameters_without_state(models, optimizers)
         self._optim_ctx.future = self._do_save(state, path)
 
     def load_optimizer(

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read optimizer state from a DCP checkpoint, by one rank alone and by name.
+
+The layout on disk is the one of ``StateDictOptions(flatten_optimizer_state_dict=True)``:
+``optim.state.<name>.<entry>``, ``optim.param_groups.<name>.<option>`` and ``sched.<entry>``. Beside them a file that
+was saved sparse has ``optim.never_updated.<name>`` for each parameter that was saved without state, which other readers
+do not ask for.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import mmap
+import os
+import pickle
+import sys
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.futures import Future
+
+from nemo_automodel_shim.components.checkpoint.rank_agreement import bytes_of_rank_0, describe_error
+
+STATE = "optim.state."
+GROUPS = "optim.param_groups."
+NEVER_UPDATED = "optim.never_updated."
+# Wrappers that torch leaves out of a fully qualified name; a file written with them names the same parameters.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_SMALL = 1 << 16  # bytes: tensors up to this size are rebuilt here, larger ones are streamed by torch
+_REMEMBERED = 256
+
+
+class OptimizerStateError(RuntimeError):
+    """The optimizer state does not fit; nothing was changed on any rank, and nothing written.
+
+    The text is the same on every rank. It names the checkpoint, the parameters and what to do next.
+    """
+
+
+def plain_name(name: str) -> str:
+    """Return a fully qualified name without the parts that compile and activation-checkpoint wrappers add."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Hold Python's cyclic collector off: it costs most of the time in which a large metadata file is unpickled."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class OptimizerCheckpoint:
+    """A DCP checkpoint of optimizer state.
+
+    ``options`` has for each listed parameter the keys of its group's options, by the option's name and the place within
+    an option that is itself a container; ``entries`` the keys of its state; ``never_updated`` the parameters that the
+    file says were saved without state, or ``None`` where it does not say.
+
+    Args:
+        path: Directory of the checkpoint.
+        metadata: Content of its ``.metadata`` file (see ``read_metadata``).
+        live_names: Names of the live parameters; they tell where in a key a name ends.
+
+    Raises:
+        OptimizerStateError: If this is no optimizer checkpoint, or it contradicts itself.
+    """
+
+    def __init__(self, path: str, metadata: bytes, live_names: set[str]) -> None:
+        self.path = path
+        try:
+            # The trust that torch.distributed.checkpoint itself places in a checkpoint.
+            loaded = pickle.loads(metadata)
+            if not isinstance(loaded, Metadata):
+                raise TypeError(f"it holds {type(loaded).__name__}")
+        except Exception as exc:
+            raise OptimizerStateError(_unreadable(path, describe_error(exc))) from exc
+        self.metadata = loaded
+        self._reader = _Reader(path)
+        self._values: dict[bytes, Any] = {}
+        paths = loaded.planner_data or {}
+        self.options: dict[str, dict[tuple[Any, ...], str]] = defaultdict(dict)
+        self.entries: dict[str, dict[str, str]] = defaultdict(dict)
+        never_updated, state_keys = set(), []
+        for key in loaded.state_dict_metadata:
+            if key.startswith(GROUPS):
+                place = paths.get(key, ())
+                flat, *inner = place[1:] if len(place) > 1 else (key.removeprefix("optim."),)
+                name, option = _split_option(plain_name(flat.removeprefix("param_groups.")), live_names)
+                self.options[name][(option, *inner)] = key
+            elif key.startswith(STATE):
+                state_keys.append(key)
+            elif key.startswith(NEVER_UPDATED):
+                never_updated.add(plain_name(key[len(NEVER_UPDATED) :]))
+        self.never_updated = never_updated or None
+        if not self.options:
+            raise OptimizerStateError(
+                f"{path} holds no parameter groups ({GROUPS}*): it is no optimizer checkpoint of this layout."
+            )
+        for key in state_keys:
+            name, entry = self._split(plain_name(key[len(STATE) :]))
+            self.entries[name][entry] = key
+
+    def stored(self, key: str) -> TensorStorageMetadata | None:
+        """Return size and dtype of a tensor, or ``None`` where ``key`` is another value."""
+        found = self.metadata.state_dict_metadata[key]
+        return found if isinstance(found, TensorStorageMetadata) else None
+
+    def template(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return something to read ``keys`` into, where no live tensor says how they should lie."""
+        stored = {key: self.stored(key) for key in keys}
+        return {
+            key: None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in stored.items()
+        }
+
+    def read_values(self, keys: Iterable[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Return values by key, and the bytes of those that are no tensors.
+
+        Equal bytes give one object: a group's options stand in the file once a parameter.
+        """
+        template = self.template(keys)
+        plain = {key: self._location(key) for key, value in template.items() if value is None}
+        direct = {key: info for key, info in plain.items() if not getattr(info, "transform_descriptors", None)}
+        raw = self._raw(direct)
+        self.read({key: template[key] for key in template if key not in direct}, into=template)
+        for key, data in raw.items():
+            if data not in self._values:
+                self._values[data] = torch.load(io.BytesIO(data), weights_only=False)
+            template[key] = self._values[data]
+        return template, raw
+
+    def read(self, template: dict[str, Any], into: dict[str, Any] | None = None) -> None:
+        """Fill ``template`` in place: tensors by copy, other values by assignment. Local to this rank."""
+        if not template:
+            return
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            planner.set_up_planner(template, self.metadata, False)
+            self._reader.set_up_storage_reader(self.metadata, False)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            plan = planner.finish_plan(self._reader.prepare_global_plan([plan])[0])
+            self._reader.read_data(plan, planner).wait()
+        except Exception as exc:
+            raise OptimizerStateError(self._cannot_be_read(template, exc)) from exc
+        if into is not None:
+            into.update(template)
+
+    def _location(self, key: str) -> Any:
+        try:
+            return self.metadata.storage_data[MetadataIndex(key)]
+        except (KeyError, TypeError) as exc:
+            raise OptimizerStateError(f"{self.path}: .metadata does not say where {key} lies; it is damaged.") from exc
+
+    def _raw(self, located: dict[str, Any]) -> dict[str, bytes]:
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for key, info in located.items():
+            by_file[info.relative_path].append(key)
+        raw: dict[str, bytes] = {}
+        known: dict[bytes, bytes] = {}
+        try:
+            for name, keys in by_file.items():
+                with open(os.path.join(self.path, name), "rb") as file:
+                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                        for key in keys:
+                            info = located[key]
+                            data = view[info.offset : info.offset + info.length]
+                            if len(data) != info.length:
+                                raise EOFError(f"{name} ends before {key}")
+                            raw[key] = known.setdefault(data, data)
+        except Exception as exc:
+            raise OptimizerStateError(self._cannot_be_read(located, exc)) from exc
+        return raw
+
+    def _cannot_be_read(self, keys: Iterable[str], exc: Exception) -> str:
+        return f"{self._blame(set(keys))} cannot be read ({describe_error(exc)}); is the checkpoint complete?"
+
+    def _blame(self, keys: set[str]) -> str:
+        # torch's message rarely says which file: name those of the keys that were asked for that are gone or short.
+        ends: dict[str, int] = {}
+        for index, info in (self.metadata.storage_data or {}).items():
+            if index.fqn in keys:
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        files = []
+        for name, end in sorted(ends.items()):
+            file = os.path.join(self.path, name)
+            size = os.path.getsize(file) if os.path.exists(file) else None
+            if size is None or size < end:
+                files.append(f"{file} ({'absent' if size is None else f'{size} bytes, {end} needed'})")
+        return ", ".join(files) or self.path
+
+    def _split(self, rest: str) -> tuple[str, str]:
+        # Entries may be nested and names may be prefixes of one another: the longest listed name owns the key.
+        name = rest
+        while name not in self.options:
+            name, dot, _ = name.rpartition(".")
+            if not dot:
+                raise OptimizerStateError(
+                    f"{self.path} holds state ({STATE}{rest}) of a parameter that its groups do not list; "
+                    "the file is damaged."
+                )
+        return name, rest[len(name) + 1 :]
+
+
+def read_metadata(path: str) -> tuple[bytes, str | None]:
+    """Return the ``.metadata`` of a checkpoint, read by rank 0 and sent to all, or why it cannot be read.
+
+    Args:
+        path: Directory of the checkpoint.
+    """
+
+    def read() -> bytes:
+        with open(os.path.join(path, ".metadata"), "rb") as file:
+            return file.read()
+
+    data, error = bytes_of_rank_0(read)
+    return data, None if error is None else _unreadable(path, error)
+
+
+class _Reader(FileSystemReader):
+    """Rebuilds small tensors without unpickling each: most differ from an earlier one in their numbers alone."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._place = path
+        self._layouts: dict[tuple[bytes, ...], torch.Tensor] = {}
+        self._tensors: dict[bytes, torch.Tensor] = {}
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        small: dict[str, list[tuple[int, int, ReadItem]]] = defaultdict(list)
+        rest = []
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if (
+                item.type == LoadItemType.TENSOR
+                and info.length <= _SMALL
+                and not getattr(info, "transform_descriptors", None)
+            ):
+                small[info.relative_path].append((info.offset, info.length, item))
+            else:
+                rest.append(item)
+        for name, items in small.items():
+            with open(os.path.join(self._place, name), "rb") as file:
+                for offset, length, item in sorted(items, key=lambda each: each[0]):
+                    file.seek(offset)
+                    tensor = self._tensor(file.read(length))
+                    for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        tensor = tensor.narrow(dim, start, size)
+                    target = planner.resolve_tensor(item).detach()
+                    if target.size() != tensor.size():
+                        raise ValueError(f"{item.storage_index.fqn}: {list(tensor.size())} for {list(target.size())}")
+                    target.copy_(tensor)
+                    planner.commit_tensor(item, target)
+        if rest:
+            return super().read_data(LoadPlan(rest), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _tensor(self, raw: bytes) -> torch.Tensor:
+        tensor = self._tensors.get(raw)  # steps are equal bytes
+        if tensor is None:
+            tensor = self._rebuild(raw)
+            if len(self._tensors) == _REMEMBERED:
+                self._tensors.clear()
+            self._tensors[raw] = tensor
+        return tensor
+
+    def _rebuild(self, raw: bytes) -> torch.Tensor:
+        try:
+            archive = zipfile.ZipFile(io.BytesIO(raw))
+        except zipfile.BadZipFile:
+            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        with archive:
+            names = archive.namelist()
+            root = names[0].partition("/")[0]
+            data = [name for name in names if name.startswith(f"{root}/data/")]
+            # Everything but the numbers: dtype, shape, strides, byte order.
+            layout = tuple(
+                archive.read(f"{root}/{part}") for part in ("data.pkl", "byteorder") if f"{root}/{part}" in names
+            )
+            like = self._layouts.get(layout)
+            numbers = archive.read(data[0]) if len(data) == 1 else b""  # zipfile compares the checksum
+        if like is not None and numbers:
+            return torch.frombuffer(bytearray(numbers), dtype=like.dtype).as_strided(like.size(), like.stride())
+        tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        if (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and tensor.storage_offset() == 0
+            and len(layout) == 2
+            and layout[1].decode() == sys.byteorder
+            and numbers
+            and len(numbers) == tensor.untyped_storage().nbytes()
+        ):
+            self._layouts[layout] = tensor
+        return tensor
+
+
+def _unreadable(path: str, error: str) -> str:
+    return f"{os.path.join(path, '.metadata')} cannot be read ({error}); is the checkpoint complete?"
+
+
+def _split_option(rest: str, live_names: set[str]) -> tuple[str, str]:
+    # An option's name may hold dots: a live parameter's name decides where it begins.
+    name, _, option = rest.rpartition(".")
+    longest = name
+    while longest and longest not in live_names:
+        longest = longest.rpartition(".")[0]
+    return (longest, rest[len(longest) + 1 :]) if longest else (name, option)
