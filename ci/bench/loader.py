@@ -106,7 +106,9 @@ def run(work_directory: Path, chosen: list[Case], repeats: int) -> dict[str, Any
             for operation in ("load", "save"):
                 for side in case.sides if repeat % 2 else case.sides[::-1]:
                     place = work_directory / case.name / (side if operation == "load" else "again")
-                    for figure, value in _process(side, operation, case, place).items():
+                    figures = _process(side, operation, case, place)
+                    print(f"{case.name} {side} {operation} {repeat}: {figures}", file=sys.stderr, flush=True)
+                    for figure, value in figures.items():
                         taken[case.name][side][operation][figure].append(value)
         for file in sorted((work_directory / case.name).rglob("*.distcp")):
             file.unlink()

@@ -54,7 +54,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 def measure(action: Callable[[], Any]) -> dict[str, float]:
-    """Run ``action`` once: ``seconds`` (wall), ``cpu`` (of this process), ``extra`` (peak resident bytes above those before).
+    """Run ``action`` once: ``seconds`` (wall), ``cpu`` (of this process), ``extra`` (bytes, the peak over before).
 
     Linux only. What the action itself keeps counts as extra too.
     """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from typing import Any
 
@@ -13,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
+    OptimizerStateError,
     load_optimizer_state,
     optimizer_state_dict,
 )
 from tests.shim.search import searched
-from tests.support.optimizers import OPTIMIZERS
-from tests.support.scenario import LOADED_INTO, MATRICES, SCHEDULERS, SHAPES, Party, Scenario, play
-
+from tests.support.optimizers import OPTIMIZERS, OTHERS
+from tests.support.scenario import LOADED_INTO, MATRICES, SCHEDULERS, SHAPES, Party, Scenario, play, start
+from tests.support.training import differences
 
 # A stepped LBFGS holds lists, which torch does not flatten: it is refused at the save, below.
 SAVED = [name for name, kind in OPTIMIZERS.items() if kind.saved]
@@ -29,7 +31,7 @@ SAVED = [name for name, kind in OPTIMIZERS.items() if kind.saved]
 def scenarios(draw: st.DrawFn, name: str | None = None) -> Scenario:
     """Scenarios that torch itself can run without an interruption."""
     name = name or draw(st.sampled_from(SAVED))
-    kind = OPTIMIZERS[name]
+    kind = OTHERS.get(name) or OPTIMIZERS[name]
     kinds = MATRICES if kind.matrices else tuple(shape for shape in SHAPES if not (kind.elements and shape == "rows-0"))
     shapes = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4)))
     indices = range(len(shapes))
@@ -65,7 +67,7 @@ def scenarios(draw: st.DrawFn, name: str | None = None) -> Scenario:
         tied=draw(st.booleans()),
         # A scheduler's own state goes by position.
         reversed_groups=scheduler == "none" and draw(st.booleans()),
-        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float64] + [torch.bfloat16] * (not kind.cast))),
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])),
     )
 
 
@@ -83,7 +85,7 @@ def resume(scenario: Scenario) -> list[str]:
             schedulers = [] if party.scheduler is None else [party.scheduler]
             load_optimizer_state([party.model], [party.optimizer], schedulers, path)
 
-        return play(scenario, save, load)
+        return play(scenario, save, load).differences
 
 
 @searched(120)
@@ -96,4 +98,50 @@ def test_any_resume_equals_the_uninterrupted_run(scenario: Scenario) -> None:
 @searched(1)
 @given(data=st.data())
 def test_every_optimizer_is_searched(optimizer: str, data: st.DataObject) -> None:
+    assert resume(data.draw(scenarios(optimizer))) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_parameters_of_another_dtype(dtype: torch.dtype) -> None:
+    """Some state is fp32 whatever the parameter is."""
+    used, late = frozenset({0}), frozenset({0, 1})
+    wrong = {}
+    for name in SAVED:
+        scenario = Scenario(name, ("matrix", "square"), (0, 0), (used,) * 2, (late,) * 3, dtype=dtype)
+        if scenario.kind.together:
+            scenario = dataclasses.replace(scenario, before=(late,) * 2)
+        if scenario.kind.steps and (found := resume(scenario)):
+            wrong[name] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_groups_in_another_order_below_a_scheduler_are_right_or_refused(scheduler: str) -> None:
+    """What a scheduler keeps by position must not fall to another group."""
+    used, late = frozenset({0}), frozenset({0, 1})
+    scenario = Scenario(
+        "adamw", ("matrix", "square"), (0, 1), (used,) * 2, (late,) * 4, scheduler=scheduler, reversed_groups=True
+    )
+    try:
+        found = [path for path in resume(scenario) if ".scheduler" not in path]
+    except OptimizerStateError as refusal:
+        found = [] if "group" in str(refusal) else [str(refusal)]
+    assert found == []
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in SAVED])
+def test_what_torch_cannot_flatten_is_refused_at_the_save(optimizer: str) -> None:
+    party = start(Scenario(optimizer, ("square", "vector"), (0, 0), (), ()))
+    party.step(0, frozenset({0, 1}))
+    party.step(1, frozenset({0, 1}))
+    before = party.snapshot()
+    with pytest.raises((NotImplementedError, OptimizerStateError)):
+        optimizer_state_dict(party.model, party.optimizer)
+    assert differences(before, party.snapshot()) == []
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+@searched(3)
+@given(data=st.data())
+def test_optimizers_that_are_not_torchs_own(optimizer: str, data: st.DataObject) -> None:
     assert resume(data.draw(scenarios(optimizer))) == []

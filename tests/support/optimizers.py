@@ -25,7 +25,6 @@ class Kind:
     frozen: bool = False  # does not step leaves that require grad
     steps: bool = True  # steps on a CPU at all
     saved: bool = True  # torch can flatten its state at all
-    cast: bool = False  # has state that Optimizer.load_state_dict casts to a parameter's bf16, though it was fp32
 
 
 VARIANTS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
@@ -74,7 +73,15 @@ def _supports(cls: type[optim.Optimizer], mode: str, options: dict[str, Any]) ->
     if mode == "fused":
         return cls in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
     if mode == "tensor-lr":
-        return cls in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adafactor)
+        return cls in (
+            optim.SGD,
+            optim.Adam,
+            optim.AdamW,
+            optim.RMSprop,
+            optim.Adagrad,
+            optim.Adadelta,
+            optim.Adafactor,
+        )
     return True
 
 
@@ -92,7 +99,6 @@ def _kind(name: str, cls: type[optim.Optimizer], mode: str, options: dict[str, A
         together=mode == "fused" and bool(options.get("momentum")),
         frozen=mode == "differentiable",
         steps=mode != "capturable",
-        cast=cls in (optim.NAdam, optim.ASGD, optim.Adafactor),
     )
 
 
@@ -106,11 +112,92 @@ def _catalogue() -> dict[str, Kind]:
             if _supports(cls, mode, added):
                 found[f"{name}-{mode}"] = _kind(name, cls, mode, {**options, **added})
     found["sparse-adam"] = Kind(lambda params: optim.SparseAdam(params, lr=1e-2), matrices=True, sparse=True)
-    found["lbfgs"] = Kind(lambda params: optim.LBFGS(params, lr=0.1, max_iter=3), closure=True, elements=True, saved=False)
+    found["lbfgs"] = Kind(
+        lambda params: optim.LBFGS(params, lr=0.1, max_iter=3), closure=True, elements=True, saved=False
+    )
     found["lbfgs-wolfe"] = Kind(
-        lambda params: optim.LBFGS(params, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"), closure=True, elements=True, saved=False
+        lambda params: optim.LBFGS(params, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+        closure=True,
+        elements=True,
+        saved=False,
     )
     return found
 
 
 OPTIMIZERS = _catalogue()
+
+
+class StepInGroup(optim.Optimizer):
+    """Keeps its step in the group, as fused optimizers of other libraries do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Momentum whose weight depends on the group's step."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    moment = state.setdefault("moment", torch.zeros_like(param))
+                    moment.mul_(1 - 1 / (1 + group["step"])).add_(param.grad)
+                    param.sub_(moment, alpha=float(group["lr"]))
+
+
+class Nested(optim.Optimizer):
+    """State in nested dicts, of other shapes than the parameter's, with numbers of Python's own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Scale by factors that are kept a side."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    rows = param.size(0) if param.ndim else 1
+                    state["pre"] = {"l": torch.zeros(rows, rows), "r": {"diagonal": torch.zeros(3), "count": 0}}
+                    state["scale"] = 1.0
+                pre = state["pre"]
+                pre["l"].add_(float(param.grad.sum()))
+                pre["r"]["diagonal"].add_(0.5)
+                pre["r"]["count"] += 1
+                state["scale"] = state["scale"] * 0.9
+                factor = state["scale"] / (1 + float(pre["l"].abs().sum()) + pre["r"]["count"])
+                param.sub_(param.grad * factor, alpha=float(group["lr"]))
+
+
+class EightBit(optim.Optimizer):
+    """A moment in int8 with a scale."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Momentum, quantised after each update."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                moment = state["codes"] * state["scale"] if state else torch.zeros_like(param)
+                moment = moment.mul(0.9).add(param.grad)
+                state["scale"] = (moment.abs().max() / 127).clamp(min=1e-8)
+                state["codes"] = (moment / state["scale"]).round().to(torch.int8)
+                state["step"] = state.get("step", 0) + 1
+                param.sub_(moment, alpha=float(group["lr"]))
+
+
+# Not torch's own: the loader cannot ask these what a whole entry is.
+OTHERS: dict[str, Kind] = {
+    "step-in-group": Kind(StepInGroup),
+    "nested-state": Kind(Nested),
+    "int8-with-scale": Kind(EightBit, elements=True),
+}
