@@ -2,7 +2,7 @@
 """Saving and loading optimizer state: the release beside the release with the shim. ``nox -s bench-loader``.
 
 Each measurement is a process of its own, forked with everything imported; the two sides take turns, so that a busy
-machine slows both. Both go through the release's ``Checkpointer``.
+machine slows both; the goals are held against CPU seconds for the same reason. Both go through the release's ``Checkpointer``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def summary(taken: dict[str, Any], chosen: list[Case]) -> tuple[dict[str, Any], 
     """Medians and spreads, ratios to stock, and the lines of a table."""
     lines = [
         f"{'case':12} {'operation':10} {'side':8} {'seconds':>24} {'cpu seconds':>24} {'extra MiB':>24} "
-        f"{'time/stock':>20} {'memory/stock':>20}  goal"
+        f"{'time/stock':>18} {'cpu/stock':>18} {'memory/stock':>18}  goal"
     ]
     found: dict[str, Any] = {}
     for case in chosen:
@@ -155,11 +155,12 @@ def summary(taken: dict[str, Any], chosen: list[Case]) -> tuple[dict[str, Any], 
                 text += f"{row['extra'].text(2**20, 0):>24} "
                 if side == "patched" and stock:
                     row["time_ratio"] = ratio(mine["seconds"], stock["seconds"])
+                    row["cpu_ratio"] = ratio(mine["cpu"], stock["cpu"])
                     row["memory_ratio"] = ratio(mine["extra"], [max(each, 2**20) for each in stock["extra"]])
-                    text += f"{row['time_ratio'].text():>20} {row['memory_ratio'].text():>20}"
+                    text += " ".join(f"{row[f'{kind}_ratio'].text():>18}" for kind in ("time", "cpu", "memory"))
                     if case.goals:
                         time, memory, save = case.goals
-                        row["goal"] = {"time": time, "memory": memory} if operation == "load" else {"time": save}
+                        row["goal"] = {"cpu": time, "memory": memory} if operation == "load" else {"cpu": save}
                         met = all(row[f"{kind}_ratio"].median <= limit for kind, limit in row["goal"].items())
                         text += f"  {' and '.join(f'{k} <= {v}' for k, v in row['goal'].items())}"
                         text += ": met" if met else ": NOT MET"
@@ -169,11 +170,11 @@ def summary(taken: dict[str, Any], chosen: list[Case]) -> tuple[dict[str, Any], 
     if "small-x10" in found:
         for operation in ("load", "save"):
             ten, one = (
-                found[name][operation]["patched"]["seconds"].median / count
+                found[name][operation]["patched"]["cpu"].median / count
                 for name, count in (("small-x10", 10), ("small", 1))
             )
             found["small-x10"][operation]["time_per_parameter_ratio"] = ten / one
-            lines.append(f"{operation} of ten times as many: {ten / one:.2f} of the time a parameter")
+            lines.append(f"{operation} of ten times as many: {ten / one:.2f} of the CPU time a parameter")
     return found, lines
 
 

@@ -101,6 +101,52 @@ def test_every_optimizer_is_searched(optimizer: str, data: st.DataObject) -> Non
     assert resume(data.draw(scenarios(optimizer))) == []
 
 
+@pytest.mark.parametrize("optimizer", [name for name in SAVED if OPTIMIZERS[name].steps and "-" not in name])
+def test_a_new_parameter_starts_cold_with_its_groups_saved_options(optimizer: str) -> None:
+    """Frozen and out of the optimizer until the save, then trained: as one that was in it and never updated (B7)."""
+    used, later = frozenset({1}), frozenset({0, 1, 2})
+    # The new parameter is the first of its group; the other group is built with other options too.
+    scenario = Scenario(optimizer, ("matrix", "square", "transposed"), (0, 0, 1), (used,) * 2, (later,) * 3)
+    if scenario.kind.sparse:
+        scenario = dataclasses.replace(scenario, shapes=("matrix", "square", "matrix"))
+
+    def without_the_first(party: Party, path: str) -> None:
+        group = party.optimizer.param_groups[0]
+        first, *group["params"] = group["params"]
+        state = party.optimizer.state.pop(first, None)
+        dcp.save({"optim": optimizer_state_dict(party.model, party.optimizer)}, checkpoint_id=path)
+        group["params"].insert(0, first)
+        if state is not None:
+            party.optimizer.state[first] = state
+
+    with tempfile.TemporaryDirectory() as path:
+
+        def load(party: Party) -> None:
+            with pytest.raises(OptimizerStateError, match=r"layer0\.weight.*allow_new_parameters=True"):
+                load_optimizer_state([party.model], [party.optimizer], None, path)
+            load_optimizer_state([party.model], [party.optimizer], None, path, allow_new_parameters=True)
+
+        played = play(scenario, lambda party: without_the_first(party, path), load)
+    # An optimizer that makes its state at the start (Adagrad) makes it at the first step here.
+    found = [each for each in played.differences if not each.startswith(("saved", "resumed.state.layer0"))]
+    assert found == []
+
+
+def test_loading_into_another_run_leaves_the_first_alone() -> None:
+    """Nothing of the file's or the saved run's is shared (C22)."""
+    scenario = Scenario("adamw", ("matrix", "square"), (0, 0), (frozenset({0}),) * 2, ())
+    saved, first, second = start(scenario), start(scenario), start(scenario)
+    saved.step(0, frozenset({0}))
+    with tempfile.TemporaryDirectory() as path:
+        dcp.save({"optim": optimizer_state_dict(saved.model, saved.optimizer)}, checkpoint_id=path)
+        for party in (first, second):
+            load_optimizer_state([party.model], [party.optimizer], None, path)
+    kept = [saved.snapshot(), first.snapshot()]
+    second.step(1, frozenset({0, 1}))
+    second.optimizer.param_groups[0]["lr"] = 9.0
+    assert differences(kept, [saved.snapshot(), first.snapshot()]) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def test_parameters_of_another_dtype(dtype: torch.dtype) -> None:
     """Some state is fp32 whatever the parameter is."""
