@@ -2,7 +2,8 @@
 """Saving and loading optimizer state: the release beside the release with the shim. ``nox -s bench-loader``.
 
 Each measurement is a process of its own, forked with everything imported; the two sides take turns, so that a busy
-machine slows both; the goals are held against CPU seconds for the same reason. Both go through the release's ``Checkpointer``.
+machine slows both, and the goals are held against CPU seconds for the same reason. Both go through the release's
+``Checkpointer``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,37 @@ def ranks_of(names: list[str]) -> list[tuple[int, list[str]]]:
     """Layouts by their number of ranks, since each number takes a world of its own."""
     ordered = sorted(names, key=lambda name: LAYOUTS[name].ranks)
     return [(ranks, list(group)) for ranks, group in itertools.groupby(ordered, lambda name: LAYOUTS[name].ranks)]
+
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter_tensor"),
+    *("scatter", "scatter_object_list", "send", "recv"),
+)
+
+
+def costs_of_a_load(context: RankContext, directory: str) -> tuple[int, list[str]]:
+    """How often this rank opens the metadata in a load, and the collectives that the load enters."""
+    party, other = (build(LAYOUTS["fsdp-4"], "adamw") for _ in range(2))
+    party.train(range(2), BEFORE)
+    dcp.save({"optim": optimizer_state_dict(party.model, party.optimizer)}, checkpoint_id=directory)
+    opened: list[str] = []
+    entered: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(".metadata"):
+            opened.append(str(arguments[0]))
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            entered.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    # The processes of a world are its own: nothing has to be taken back.
+    sys.addaudithook(watch)
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(name, getattr(dist, name)))
+    load_optimizer_state([other.model], [other.optimizer], None, directory)
+    return len(opened), entered

@@ -66,3 +66,12 @@ def test_ranks_that_do_not_agree_are_never_saved_in_silence(tmp_path: Path) -> N
         if not right or any(rank["changed"] for rank in found):
             wrong[case] = found
     assert wrong == {}
+
+
+def test_metadata_is_read_once_and_consensus_is_cheap(tmp_path: Path) -> None:
+    by_rank = run_world(layout_ranks.costs_of_a_load, 4, tmp_path, args=(str(tmp_path / "saved"),))
+    assert sum(opened for opened, _ in by_rank) == 1
+    entered = by_rank[0][1]
+    assert all(mine == entered for _, mine in by_rank)
+    # One hands the metadata on, two reach consensus: before anything is touched, and after.
+    assert 0 < len(entered) <= 3

@@ -23,6 +23,8 @@ from tests.support.optimizers import OPTIMIZERS, OTHERS
 from tests.support.scenario import LOADED_INTO, MATRICES, SCHEDULERS, SHAPES, Party, Scenario, play, start
 from tests.support.training import differences
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 # A stepped LBFGS holds lists, which torch does not flatten: it is refused at the save, below.
 SAVED = [name for name, kind in OPTIMIZERS.items() if kind.saved]
 
@@ -190,4 +192,9 @@ def test_what_torch_cannot_flatten_is_refused_at_the_save(optimizer: str) -> Non
 @searched(3)
 @given(data=st.data())
 def test_optimizers_that_are_not_torchs_own(optimizer: str, data: st.DataObject) -> None:
-    assert resume(data.draw(scenarios(optimizer))) == []
+    scenario = data.draw(scenarios(optimizer))
+    if optimizer == "nested-state" and TORCH < (2, 13) and any(scenario.before):
+        with pytest.raises((NotImplementedError, OptimizerStateError)):  # torch does not flatten dicts there
+            resume(scenario)
+    else:
+        assert resume(scenario) == []
