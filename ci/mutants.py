@@ -19,7 +19,8 @@ from typing import NamedTuple
 from ci.regress import REPOSITORY
 
 LOADER = "nemo_automodel_shim/components/checkpoint/sparse_optimizer_state.py"
-SAVER = "nemo_automodel_shim/components/checkpoint/checkpointing.py"
+READER = "nemo_automodel_shim/components/checkpoint/optimizer_checkpoint.py"
+RANKS = "nemo_automodel_shim/components/checkpoint/rank_agreement.py"
 TESTS = "tests/shim/test_sparse_optimizer_state.py::"
 MESSAGES = "tests/shim/test_messages.py::TestRefusals::"
 LAYOUTS = "tests/shim/test_layouts.py::"
@@ -42,9 +43,36 @@ class Mutant(NamedTuple):
 MUTANTS: list[Mutant] = [
     Mutant(
         "skip the consensus",
-        "        dist.all_gather_object(votes, vote)\n",
-        "        votes = [vote]\n",
+        "    dist.all_gather(heads, mine)\n",
+        "    heads = [mine] * world\n",
         TESTS + "test_a_failure_on_one_rank_is_the_same_error_on_all[look]",
+        RANKS,
+    ),
+    Mutant(
+        "skip the second consensus",
+        "    dist.all_reduce(found, op=dist.ReduceOp.MAX)\n",
+        "",
+        TESTS + "test_a_failure_on_one_rank_is_the_same_error_on_all[act]",
+        RANKS,
+    ),
+    Mutant(
+        "every rank reads the metadata",
+        "    if rank == 0:\n        try:\n            data = produce()",
+        "    if True:\n        try:\n            data = produce()",
+        LAYOUTS + "test_metadata_is_read_once_and_consensus_is_cheap",
+        RANKS,
+    ),
+    Mutant(
+        "save what the ranks do not agree on",
+        "    if not same_on_all_ranks(hashlib.sha256(text.encode()).digest() + bytes([error is not None])):",
+        "    if False:",
+        LAYOUTS + "test_ranks_that_do_not_agree_are_never_saved_in_silence",
+    ),
+    Mutant(
+        "ranks agree whatever they count",
+        'if scalar and not isinstance(value, DTensor) and (entry == "step" or live.param.ndim > 0):',
+        "if False:",
+        LAYOUTS + "test_ranks_that_do_not_agree_are_never_saved_in_silence",
     ),
     Mutant(
         "no way back after a failed load",
@@ -63,6 +91,7 @@ MUTANTS: list[Mutant] = [
         "    except Exception:\n        return type(exc).__name__",
         "    except KeyError:\n        return type(exc).__name__",
         TESTS + "test_a_failure_on_one_rank_is_the_same_error_on_all[no-text]",
+        RANKS,
     ),
     Mutant(
         "accept half an entry",
@@ -84,9 +113,15 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "live options win over the saved ones",
-        "{**live_options, **saved}",
-        "{**saved, **live_options}",
+        "{**kept, **saved}",
+        "{**saved, **kept}",
         TESTS + "test_groups_keep_their_own_saved_options_in_another_order",
+    ),
+    Mutant(
+        "what a group counts stays as it was",
+        "for option, value in live_options.items() if option not in counted}",
+        "for option, value in live_options.items()}",
+        SEARCH + "test_a_cold_file_takes_back_what_a_group_counts",
     ),
     Mutant(
         "names in a group come from the file",
@@ -96,9 +131,34 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "leave step at 1",
-        "    if optimizer.state:\n        return get_optimizer_state_dict(",
-        "    if True:\n        return get_optimizer_state_dict(",
+        "    if any(optimizer.state.values()):\n        try:",
+        "    if True:\n        try:",
         TESTS + "test_resume_equals_the_uninterrupted_run[adamw-cold-fresh]",
+    ),
+    Mutant(
+        "lost state passes for never updated",
+        "if checkpoint.never_updated is not None and live.name not in checkpoint.never_updated:",
+        "if False:",
+        SEARCH + "test_lost_state_is_told_from_never_updated",
+    ),
+    Mutant(
+        "the file does not say what was never updated",
+        'return flat | {f"never_updated.{name}": True for name in _cold([optimizer], lives)}',
+        "return flat",
+        SEARCH + "test_lost_state_is_told_from_never_updated",
+    ),
+    Mutant(
+        "state takes the parameter's dtype",
+        "        _keep_dtypes(optimizers, lives, restored, expected)\n",
+        "",
+        SEARCH + "test_parameters_of_another_dtype[float64]",
+    ),
+    Mutant(
+        "a small tensor's bytes are laid out as the one before",
+        '("data.pkl", "byteorder")',
+        '("byteorder", "byteorder")',
+        TESTS + "test_resume_equals_the_uninterrupted_run[adamw-partial-fresh]",
+        READER,
     ),
     Mutant(
         "give the never-updated an empty state",
@@ -120,14 +180,14 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "nothing in common is a cold start",
-        "if not found and examples and len(dropped) == len(seen.listed) > 0:",
+        "if not found and any(holds for holds, _ in flags) and not any(shares for _, shares in flags):",
         "if False:",
         TESTS + "test_nothing_in_common_on_any_rank",
     ),
     Mutant(
         "a rank alone calls parameters dropped",
-        "if not any(held)]",
-        "if not held[0]]",
+        "return [name for name, holds in zip(seen.listed, held, strict=True) if not holds]",
+        "return [name for name in seen.listed if name not in seen.live]",
         TESTS + "test_parameters_of_another_rank_are_not_called_dropped",
     ),
     Mutant(
@@ -141,12 +201,19 @@ MUTANTS: list[Mutant] = [
         'frozenset({"_orig_mod", "_checkpoint_wrapped_module"})',
         "frozenset()",
         TESTS + "test_file_with_wrapped_names_is_the_same_parameter",
+        READER,
     ),
     Mutant(
         "scheduler keys as DCP leaves them",
-        "[_typed_like(copy.deepcopy(state), scheduler.state_dict()) for scheduler in schedulers]",
-        "[copy.deepcopy(state) for scheduler in schedulers]",
+        "own = _typed_like(copy.deepcopy(state), scheduler.state_dict())",
+        "own = copy.deepcopy(state)",
         TESTS + "test_schedulers_go_on_and_can_be_saved_again[multi-step]",
+    ),
+    Mutant(
+        "a scheduler's groups by position",
+        "        _order_groups(checkpoint.path, own, mine)\n",
+        "",
+        SEARCH + "test_groups_in_another_order_below_a_scheduler_are_right_or_refused[lambda]",
     ),
     Mutant(
         "looking runs the hooks of real steps",

@@ -73,7 +73,7 @@ def test_metadata_is_read_once_and_consensus_is_cheap(tmp_path: Path) -> None:
     assert sum(opened for opened, _ in by_rank) == 1
     entered = by_rank[0][1]
     assert all(mine == entered for _, mine in by_rank)
-    # Broadcasts hand the metadata on (size and bytes); two others reach consensus, before anything is touched and after.
+    # Broadcasts hand the metadata on (size, bytes); two others reach consensus, before anything is touched and after.
     handing_on = [name for name in entered if name.startswith("broadcast")]
     assert 0 < len(handing_on) <= 2
     assert len(entered) - len(handing_on) == 2

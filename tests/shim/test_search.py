@@ -163,6 +163,33 @@ def test_parameters_of_another_dtype(dtype: torch.dtype) -> None:
     assert wrong == {}
 
 
+def test_lost_state_is_told_from_never_updated() -> None:
+    """The file says which parameters were never updated; a file that does not is read as one of the release."""
+    scenario = Scenario("adamw", ("matrix", "square", "vector"), (0, 0, 0), (), ())
+    party = start(scenario)
+    party.step(0, frozenset({0, 1}))
+    flat = optimizer_state_dict(party.model, party.optimizer)
+    lost = {key: value for key, value in flat.items() if not key.startswith("state.layer1.")}
+    assert len(lost) == len(flat) - 3
+    plain = {key: value for key, value in lost.items() if key.startswith(("state.", "param_groups."))}
+    with tempfile.TemporaryDirectory() as path:
+        dcp.save({"optim": lost}, checkpoint_id=f"{path}/said")
+        dcp.save({"optim": plain}, checkpoint_id=f"{path}/unsaid")
+        fresh = start(scenario)
+        before = fresh.snapshot()
+        with pytest.raises(OptimizerStateError, match=r"layer1\.weight"):
+            load_optimizer_state([fresh.model], [fresh.optimizer], None, f"{path}/said")
+        assert differences(before, fresh.snapshot()) == []
+        load_optimizer_state([fresh.model], [fresh.optimizer], None, f"{path}/unsaid")
+    assert list(fresh.optimizer.state) == [fresh.params[0]]
+
+
+def test_a_cold_file_takes_back_what_a_group_counts() -> None:
+    later = frozenset({0, 1})
+    scenario = Scenario("step-in-group", ("matrix", "square"), (0, 0), (), (later,) * 3, loaded_into="stepped")
+    assert resume(scenario) == []
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_groups_in_another_order_below_a_scheduler_are_right_or_refused(scheduler: str) -> None:
     """What a scheduler keeps by position must not fall to another group."""
