@@ -303,17 +303,10 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
         lines.append("")
     lines += ["## Not tested", "", "They do not import here:", ""]
     lines += [f"- {name}, which needs `{module}`" for name, module in found["patched"]["untested"].items()]
-    good = {
-        name: sum(text in ("exact", "refused") for text in outcomes.values())
-        for name, outcomes in (("stock", stock), ("patched", patched))
-    }
-    possible = sum(text != NOT_POSSIBLE for text in patched.values())
-    lines += [
-        "",
-        "## Sum",
-        "",
-        f"Exact, or refused by name: {good['stock']} of {possible} on the release, {good['patched']} with the fixes.",
-    ]
+    runs = [key for key in patched if not key.startswith("damage|") and patched[key] != NOT_POSSIBLE]
+    good = [sum(outcomes[key] in ("exact", "refused") for key in runs) for outcomes in (stock, patched)]
+    lines += ["", "## Sum", "", "Runs over intact files, exact or refused by name: "]
+    lines[-1] += f"{good[0]} of {len(runs)} on the release, {good[1]} with the fixes."
     return "\n".join(lines) + "\n"
 
 
