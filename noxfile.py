@@ -69,3 +69,55 @@ def _python(session: nox.Session, *arguments: str) -> None:
         interrupt_timeout=PATIENCE_S,
         terminate_timeout=PATIENCE_S,
     )
+
+
+# What follows is run by hand: it takes long, or wants a quiet machine.
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def grid(session: nox.Session) -> None:
+    """Run optimizers × cases on both sides and write `docs/grid.md`; names of rows after `--` print these alone."""
+    _module(session, "ci.grid", *session.posargs)
+
+
+@nox.session(name="bench-loader", venv_backend="none", requires=["environment"], default=False)
+def bench_loader(session: nox.Session) -> None:
+    """Time saves and loads of optimizer state beside the release; arguments after `--` go to `ci.bench.loader`."""
+    _module(session, "ci.bench.loader", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def mutants(session: nox.Session) -> None:
+    """Put one fault at a time into a copy of the loader: each must turn the test that is named for it red."""
+    _module(session, "ci.mutants", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def search(session: nox.Session) -> None:
+    """Draw new runs and layouts, 20 times as many as `tests` does; another number may follow `--`."""
+    factor, *arguments = session.posargs or ["20"]
+    searches = ("tests/shim/test_search.py", "tests/shim/test_layouts.py")
+    _module(session, "pytest", "-q", *searches, *arguments, SEARCH_FACTOR=factor)
+
+
+@nox.session(name="torch-range", reuse_venv=True, default=False)
+@nox.parametrize("torch", ["2.9.1", "2.13.0", "2.14.1"])
+def torch_range(session: nox.Session, torch: str) -> None:
+    """Run the loader's tests under other releases of torch; each may be several gigabytes to install."""
+    own = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "tests")
+    session.install(f"torch=={torch}", "numpy>=2.1", *own)
+    loaders = [f"tests/shim/test_{name}.py" for name in ("sparse_optimizer_state", "search", "layouts", "messages")]
+    session.run("python", "-m", "pytest", "-q", *loaders, *session.posargs, env=ENVIRONMENT)
+
+
+def _module(session: nox.Session, name: str, *arguments: str, **environment: str) -> None:
+    session.run(
+        _interpreter,
+        "-m",
+        name,
+        *arguments,
+        external=True,
+        env=ENVIRONMENT | environment,
+        interrupt_timeout=PATIENCE_S,
+        terminate_timeout=PATIENCE_S,
+    )
