@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import io
-import mmap
 import os
 import pickle
 import sys
@@ -174,14 +173,15 @@ class OptimizerCheckpoint:
         known: dict[bytes, bytes] = {}
         try:
             for name, keys in by_file.items():
+                # Seek and read: the pages of a mapped file would count as this process's memory.
                 with open(os.path.join(self.path, name), "rb") as file:
-                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                        for key in keys:
-                            info = located[key]
-                            data = view[info.offset : info.offset + info.length]
-                            if len(data) != info.length:
-                                raise EOFError(f"{name} ends before {key}")
-                            raw[key] = known.setdefault(data, data)
+                    for key in keys:
+                        info = located[key]
+                        file.seek(info.offset)
+                        data = file.read(info.length)
+                        if len(data) != info.length:
+                            raise EOFError(f"{name} ends before {key}")
+                        raw[key] = known.setdefault(data, data)
         except Exception as exc:
             raise OptimizerStateError(self._cannot_be_read(located, exc)) from exc
         return raw

@@ -340,8 +340,8 @@ def _disagreement(summaries: list[dict[str, str]]) -> str | None:
     if not differ:
         return None
     return (
-        f"The ranks do not agree on the state of {_count(differ, 'parameter')}: {_some(differ)}. A file holds one value "
-        "a parameter. Give the parameter a gradient on every rank (zeros where a rank has none) or on none."
+        f"The ranks do not agree on the state of {_count(differ, 'parameter')}: {_some(differ)}. A file holds one "
+        "value a parameter. Give the parameter a gradient on every rank (zeros where a rank has none) or on none."
     )
 
 
@@ -474,7 +474,8 @@ class _Expected:
         # What the parameters of a group have on disk, for optimizers that cannot be asked.
         self._own: dict[str, frozenset[str]] = {}
         self._saved: dict[tuple, set[frozenset[str]]] = defaultdict(set)
-        self._shapes: dict[tuple, Counter] = defaultdict(Counter)  # entry -> how many have the parameter's shape
+        # Entry and dimensions -> how many have the parameter's shape, how many another.
+        self._shapes: dict[tuple, Counter] = defaultdict(Counter)
         self._dtypes: dict[tuple, set[torch.dtype]] = defaultdict(set)
         for live in lives if checkpoint is not None else ():
             entries = checkpoint.entries.get(live.name, {})
@@ -484,8 +485,9 @@ class _Expected:
                 stored = checkpoint.stored(key)
                 if stored is not None:
                     self._dtypes[(*self._group(live), live.param.dtype, entry)].add(stored.properties.dtype)
-                same = stored is not None and stored.size == live.param.size()
-                self._shapes[(*self._group(live), entry)][same] += 1
+                if live.param.numel() > 1:  # a scale or a count has the shape of a small parameter by chance
+                    same = stored is not None and stored.size == live.param.size()
+                    self._shapes[(*self._group(live), entry)][live.param.ndim, same] += 1
         self._any = any(self._own.values()) or any(any(optimizer.state.values()) for optimizer in optimizers)
 
     @staticmethod
@@ -520,13 +522,18 @@ class _Expected:
     def has_the_parameters_shape(self, live: _Live, entry: str) -> bool:
         """Whether ``entry``, which has another shape, ought to have that of the parameter.
 
-        Where the optimizer cannot be asked, it ought to if it has for all other parameters of the group.
+        Where the optimizer cannot be asked, it ought to if it has for all other parameters of the group that have as
+        many dimensions or more.
         """
         asked = self._ask(live)
         if asked is not None:
             return asked.get(entry, (False, None))[0]
         shapes = self._shapes[(*self._group(live), entry)]
-        return live.param.ndim > 0 and shapes[True] > 0 and shapes[False] == 1
+        found = {
+            same: sum(count for (ndim, is_same), count in shapes.items() if is_same == same and ndim >= live.param.ndim)
+            for same in (True, False)
+        }
+        return live.param.numel() > 1 and found[True] > 0 and found[False] == 1
 
     def keeps_dtype(self, live: _Live, entry: str, dtype: torch.dtype) -> bool:
         """Whether ``entry`` has ``dtype`` because the optimizer made it so, whatever the parameter's dtype.
@@ -646,9 +653,13 @@ def _put_back(state: dict[Any, Any], saved: dict[Any, Any], prefix: str, live: _
         now = state.get(entry)
         if isinstance(was, dict) and isinstance(now, dict):
             _put_back(now, was, f"{prefix}{entry}.", live, expected)
-        elif isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor) and was.dtype != now.dtype:
-            if expected.keeps_dtype(live, f"{prefix}{entry}", was.dtype):
-                state[entry] = was.to(now.device)
+        elif (
+            isinstance(was, torch.Tensor)
+            and isinstance(now, torch.Tensor)
+            and was.dtype != now.dtype
+            and expected.keeps_dtype(live, f"{prefix}{entry}", was.dtype)
+        ):
+            state[entry] = was.to(now.device)
 
 
 def _read_schedulers(
