@@ -59,37 +59,37 @@ def tests(session: nox.Session) -> None:
     _python(session, "-m", "pytest", "tests", *(session.posargs or ["-q", "-n", "2"]))
 
 
-def _python(session: nox.Session, *arguments: str) -> None:
-    session.run(
-        _interpreter,
-        *arguments,
-        external=True,
-        env=ENVIRONMENT,
-        # After ^C the pipeline stops its sides and removes its trees; nox would kill it half a second later.
-        interrupt_timeout=PATIENCE_S,
-        terminate_timeout=PATIENCE_S,
-    )
-
-
 # What follows is run by hand: it takes long, or wants a quiet machine.
+
+
+@nox.session(name="bench-gather", venv_backend="none", requires=["environment"], default=False)
+def bench_gather(session: nox.Session) -> None:
+    """Time the gather of stock and patched beside another version; arguments after `--` go to the module."""
+    _python(session, "-m", "ci.bench.gather", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def impostors(session: nox.Session) -> None:
+    """Say which contract catches which almost-right gather."""
+    _python(session, "-m", "ci.impostors", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def grid(session: nox.Session) -> None:
     """Run optimizers × cases on both sides and write `docs/grid.md`; names of rows after `--` print these alone."""
-    _module(session, "ci.grid", *session.posargs)
+    _python(session, "-m", "ci.grid", *session.posargs)
 
 
 @nox.session(name="bench-loader", venv_backend="none", requires=["environment"], default=False)
 def bench_loader(session: nox.Session) -> None:
     """Time saves and loads of optimizer state beside the release; arguments after `--` go to `ci.bench.loader`."""
-    _module(session, "ci.bench.loader", *session.posargs)
+    _python(session, "-m", "ci.bench.loader", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def mutants(session: nox.Session) -> None:
     """Put one fault at a time into a copy of the loader: each must turn the test that is named for it red."""
-    _module(session, "ci.mutants", *session.posargs)
+    _python(session, "-m", "ci.mutants", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
@@ -97,7 +97,7 @@ def search(session: nox.Session) -> None:
     """Draw new runs and layouts, 20 times as many as `tests` does; another number may follow `--`."""
     factor, *arguments = session.posargs or ["20"]
     searches = ("tests/shim/test_search.py", "tests/shim/test_layouts.py")
-    _module(session, "pytest", "-q", *searches, *arguments, SEARCH_FACTOR=factor)
+    _python(session, "-m", "pytest", "-q", *searches, *arguments, SEARCH_FACTOR=factor)
 
 
 @nox.session(name="torch-range", reuse_venv=True, default=False)
@@ -110,14 +110,13 @@ def torch_range(session: nox.Session, torch: str) -> None:
     session.run("python", "-m", "pytest", "-q", *loaders, *session.posargs, env=ENVIRONMENT)
 
 
-def _module(session: nox.Session, name: str, *arguments: str, **environment: str) -> None:
+def _python(session: nox.Session, *arguments: str, **environment: str) -> None:
     session.run(
         _interpreter,
-        "-m",
-        name,
         *arguments,
         external=True,
         env=ENVIRONMENT | environment,
+        # After ^C the pipeline stops its sides and removes its trees; nox would kill it half a second later.
         interrupt_timeout=PATIENCE_S,
         terminate_timeout=PATIENCE_S,
     )

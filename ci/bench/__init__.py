@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: the release beside the fixes, in one run."""
+"""Benchmarks, the release beside the fixes in one run; each a nox session, none of them runs in CI."""
 
 from __future__ import annotations
 
