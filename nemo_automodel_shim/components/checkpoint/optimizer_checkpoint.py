@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import os
-import pickle
 import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from nemo_automodel_shim.components.checkpoint.rank_agreement import bytes_of_rank_0, describe_error
+from nemo_automodel_shim.components.checkpoint.checkpoint_metadata import CheckpointMetadata, Piece
+from nemo_automodel_shim.components.checkpoint.rank_agreement import bytes_of_rank_0, describe_error, world_size
 
 STATE = "optim.state."
 GROUPS = "optim.param_groups."
@@ -35,6 +36,7 @@ NEVER_UPDATED = "optim.never_updated."
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _SMALL = 1 << 16  # bytes: tensors up to this size are rebuilt here, larger ones are streamed by torch
 _REMEMBERED = 256
+_BATCH = 2000  # keys: DCP makes several objects of each key that it reads
 
 
 class OptimizerStateError(RuntimeError):
@@ -72,35 +74,33 @@ class OptimizerCheckpoint:
 
     Args:
         path: Directory of the checkpoint.
-        metadata: Content of its ``.metadata`` file (see ``read_metadata``).
+        metadata: Its ``.metadata`` file, open to read bytes (see ``open_metadata``). It is closed.
         live_names: Names of the live parameters; they tell where in a key a name ends.
 
     Raises:
         OptimizerStateError: If this is no optimizer checkpoint, or it contradicts itself.
     """
 
-    def __init__(self, path: str, metadata: bytes, live_names: set[str]) -> None:
+    def __init__(self, path: str, metadata: BinaryIO, live_names: set[str]) -> None:
         self.path = path
         try:
-            # The trust that torch.distributed.checkpoint itself places in a checkpoint.
-            loaded = pickle.loads(metadata)
-            if not isinstance(loaded, Metadata):
-                raise TypeError(f"it holds {type(loaded).__name__}")
+            with metadata:
+                self.metadata = CheckpointMetadata(metadata)
         except Exception as exc:
             raise OptimizerStateError(_unreadable(path, describe_error(exc))) from exc
-        self.metadata = loaded
         self._reader = _Reader(path)
         self._values: dict[bytes, Any] = {}
-        paths = loaded.planner_data or {}
         self.options: dict[str, dict[tuple[Any, ...], str]] = defaultdict(dict)
         self.entries: dict[str, dict[str, str]] = defaultdict(dict)
         never_updated, state_keys = set(), []
-        for key in loaded.state_dict_metadata:
+        places: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal ones are one object
+        for key in self.metadata:
             if key.startswith(GROUPS):
-                place = paths.get(key, ())
-                flat, *inner = place[1:] if len(place) > 1 else (key.removeprefix("optim."),)
+                path_of_key = self.metadata.paths.get(key, ())
+                flat, *inner = path_of_key[1:] if len(path_of_key) > 1 else (key.removeprefix("optim."),)
                 name, option = _split_option(plain_name(flat.removeprefix("param_groups.")), live_names)
-                self.options[name][(option, *inner)] = key
+                place = (option, *inner)
+                self.options[name][places.setdefault(place, place)] = key
             elif key.startswith(STATE):
                 state_keys.append(key)
             elif key.startswith(NEVER_UPDATED):
@@ -112,79 +112,79 @@ class OptimizerCheckpoint:
             )
         for key in state_keys:
             name, entry = self._split(plain_name(key[len(STATE) :]))
-            self.entries[name][entry] = key
+            self.entries[name][sys.intern(entry)] = key
 
     def stored(self, key: str) -> TensorStorageMetadata | None:
         """Return size and dtype of a tensor, or ``None`` where ``key`` is another value."""
-        found = self.metadata.state_dict_metadata[key]
-        return found if isinstance(found, TensorStorageMetadata) else None
-
-    def template(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return something to read ``keys`` into, where no live tensor says how they should lie."""
-        stored = {key: self.stored(key) for key in keys}
-        return {
-            key: None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in stored.items()
-        }
+        return self.metadata.stored(key)
 
     def read_values(self, keys: Iterable[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Return values by key, and the bytes of those that are no tensors.
 
         Equal bytes give one object: a group's options stand in the file once a parameter.
         """
-        template = self.template(keys)
-        plain = {key: self._location(key) for key, value in template.items() if value is None}
-        direct = {key: info for key, info in plain.items() if not getattr(info, "transform_descriptors", None)}
-        raw = self._raw(direct)
-        self.read({key: template[key] for key in template if key not in direct}, into=template)
-        for key, data in raw.items():
-            if data not in self._values:
-                self._values[data] = torch.load(io.BytesIO(data), weights_only=False)
-            template[key] = self._values[data]
-        return template, raw
+        values: dict[str, Any] = {}
+        raw: dict[str, bytes] = {}
+        by_file: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        for batch in _batches(keys):
+            by_file.clear()
+            template: dict[str, Any] = {}
+            for key in batch:
+                stored = self.stored(key)
+                piece = self._piece(key) if stored is None else None
+                if piece is not None and not piece.transform_descriptors:
+                    by_file[piece.relative_path].append((key, piece))
+                else:
+                    template[key] = None if stored is None else torch.empty(stored.size, dtype=stored.properties.dtype)
+            self._read_batch(template)
+            values |= template
+            for name, located in by_file.items():
+                self._read_raw(name, located, values, raw)
+        return values, raw
 
-    def read(self, template: dict[str, Any], into: dict[str, Any] | None = None) -> None:
+    def read(self, template: dict[str, Any]) -> None:
         """Fill ``template`` in place: tensors by copy, other values by assignment. Local to this rank."""
+        for batch in _batches(template):
+            part = {key: template[key] for key in batch}
+            self._read_batch(part)
+            template |= part
+
+    def _read_batch(self, template: dict[str, Any]) -> None:
         if not template:
             return
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            planner.set_up_planner(template, self.metadata, False)
-            self._reader.set_up_storage_reader(self.metadata, False)
+            metadata = self.metadata.subset(template)
+            planner.set_up_planner(template, metadata, False)
+            self._reader.set_up_storage_reader(metadata, False)
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
             plan = planner.finish_plan(self._reader.prepare_global_plan([plan])[0])
             self._reader.read_data(plan, planner).wait()
         except Exception as exc:
             raise OptimizerStateError(self._cannot_be_read(template, exc)) from exc
-        if into is not None:
-            into.update(template)
 
-    def _location(self, key: str) -> Any:
-        try:
-            return self.metadata.storage_data[MetadataIndex(key)]
-        except (KeyError, TypeError) as exc:
-            raise OptimizerStateError(f"{self.path}: .metadata does not say where {key} lies; it is damaged.") from exc
+    def _piece(self, key: str) -> Piece:
+        pieces = self.metadata.pieces(key)
+        if len(pieces) != 1:
+            raise OptimizerStateError(f"{self.path}: .metadata does not say where {key} lies; it is damaged.")
+        return pieces[0]
 
-    def _raw(self, located: dict[str, Any]) -> dict[str, bytes]:
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for key, info in located.items():
-            by_file[info.relative_path].append(key)
-        raw: dict[str, bytes] = {}
-        known: dict[bytes, bytes] = {}
+    def _read_raw(
+        self, name: str, located: list[tuple[str, Piece]], values: dict[str, Any], raw: dict[str, bytes]
+    ) -> None:
         try:
-            for name, keys in by_file.items():
-                # Seek and read: the pages of a mapped file would count as this process's memory.
-                with open(os.path.join(self.path, name), "rb") as file:
-                    for key in keys:
-                        info = located[key]
-                        file.seek(info.offset)
-                        data = file.read(info.length)
-                        if len(data) != info.length:
-                            raise EOFError(f"{name} ends before {key}")
-                        raw[key] = known.setdefault(data, data)
+            # Seek and read: the pages of a mapped file would count as this process's memory.
+            with open(os.path.join(self.path, name), "rb") as file:
+                for key, piece in located:
+                    file.seek(piece.offset)
+                    data = file.read(piece.length)
+                    if len(data) != piece.length:
+                        raise EOFError(f"{name} ends before {key}")
+                    if data not in self._values:
+                        self._values[data] = (data, torch.load(io.BytesIO(data), weights_only=False))
+                    raw[key], values[key] = self._values[data]
         except Exception as exc:
-            raise OptimizerStateError(self._cannot_be_read(located, exc)) from exc
-        return raw
+            raise OptimizerStateError(self._cannot_be_read((key for key, _ in located), exc)) from exc
 
     def _cannot_be_read(self, keys: Iterable[str], exc: Exception) -> str:
         return f"{self._blame(set(keys))} cannot be read ({describe_error(exc)}); is the checkpoint complete?"
@@ -192,9 +192,8 @@ class OptimizerCheckpoint:
     def _blame(self, keys: set[str]) -> str:
         # torch's message rarely says which file: name those of the keys that were asked for that are gone or short.
         ends: dict[str, int] = {}
-        for index, info in (self.metadata.storage_data or {}).items():
-            if index.fqn in keys:
-                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for piece in (piece for key in keys for piece in self.metadata.pieces(key)):
+            ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
         files = []
         for name, end in sorted(ends.items()):
             file = os.path.join(self.path, name)
@@ -216,19 +215,25 @@ class OptimizerCheckpoint:
         return name, rest[len(name) + 1 :]
 
 
-def read_metadata(path: str) -> tuple[bytes, str | None]:
+def open_metadata(path: str) -> tuple[BinaryIO, str | None]:
     """Return the ``.metadata`` of a checkpoint, read by rank 0 and sent to all, or why it cannot be read.
 
     Args:
         path: Directory of the checkpoint.
     """
+    place = os.path.join(path, ".metadata")
+    if world_size() == 1:
+        try:
+            return open(place, "rb"), None  # noqa: SIM115  # the checkpoint closes it
+        except OSError as exc:
+            return io.BytesIO(), _unreadable(path, describe_error(exc))
 
     def read() -> bytes:
-        with open(os.path.join(path, ".metadata"), "rb") as file:
+        with open(place, "rb") as file:
             return file.read()
 
     data, error = bytes_of_rank_0(read)
-    return data, None if error is None else _unreadable(path, error)
+    return io.BytesIO(data), None if error is None else _unreadable(path, error)
 
 
 class _Reader(FileSystemReader):
@@ -312,6 +317,12 @@ class _Reader(FileSystemReader):
         ):
             self._layouts[layout] = tensor
         return tensor
+
+
+def _batches(keys: Iterable[str]) -> Iterator[list[str]]:
+    waiting = iter(keys)
+    while batch := list(itertools.islice(waiting, _BATCH)):
+        yield batch
 
 
 def _unreadable(path: str, error: str) -> str:

@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 
 
+def world_size() -> int:
+    """Return the number of ranks of the default process group, 1 without one."""
+    return _world()[0]
+
+
 def describe_error(exc: BaseException) -> str:
     """Return type and message of an exception on one line, also where the message cannot be had."""
     try:

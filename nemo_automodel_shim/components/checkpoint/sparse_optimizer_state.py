@@ -39,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_automodel_shim.components.checkpoint.optimizer_checkpoint import (
     OptimizerCheckpoint,
     OptimizerStateError,
+    open_metadata,
     plain_name,
-    read_metadata,
     without_collections,
 )
 from nemo_automodel_shim.components.checkpoint.rank_agreement import (
@@ -207,7 +207,7 @@ def _load(
     restored: dict[tuple[int, int], dict[str, Any]] = {}
     expected: _Expected | None = None
     seen, cause = _Seen(), None
-    metadata, unreadable = read_metadata(path)
+    metadata, unreadable = open_metadata(path)
     try:
         lives = _live_parameters(models, optimizers)
         seen.live = {live.name for live in lives}
@@ -669,11 +669,7 @@ def _read_schedulers(
     groups: dict[tuple[int, int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The saved scheduler once for each live one, with keys of the type and groups in the order of the live one."""
-    paths = {
-        key: path
-        for key, path in (checkpoint.metadata.planner_data or {}).items()
-        if isinstance(path, tuple) and path[0] == _SCHEDULER and len(path) > 1
-    }
+    paths = {key: path for key, path in checkpoint.metadata.paths.items() if len(path) > 1 and path[0] == _SCHEDULER}
     if schedulers and not paths:
         raise OptimizerStateError(
             f"{checkpoint.path} holds no scheduler ({_SCHEDULER}.*), but one was passed; pass scheduler=None to "
