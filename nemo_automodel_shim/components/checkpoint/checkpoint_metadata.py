@@ -148,7 +148,7 @@ class _Unpickler(pickle.Unpickler):
 def _stand_ins(table: _Table) -> dict[tuple[str, str], Any]:
     """What to make in place of the small objects; by module and name.
 
-    A pickle keeps what it has made until its end, with the dict that an object's state came in: hence ``clear``.
+    A pickle keeps until its end what it has made, with the dict that an object's state came in: hence ``clear``.
     """
     sizes: dict[tuple[int, ...], torch.Size] = {}
     properties: dict[Any, TensorProperties] = {}
@@ -204,7 +204,6 @@ def _stand_ins(table: _Table) -> dict[tuple[str, str], Any]:
             if self.real is None:
                 chunks = [ChunkStorageMetadata(*place) for place in places]
                 self.real = tensors[what] = TensorStorageMetadata(held, state["size"], chunks)
-            state["chunks"].clear()
             state.clear()
 
     def size(dims: Iterable[int] = ()) -> torch.Size:

@@ -17,8 +17,8 @@ import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, BinaryIO
+from contextlib import AbstractContextManager, contextmanager
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
@@ -174,7 +174,7 @@ class OptimizerCheckpoint:
     ) -> None:
         try:
             # Seek and read: the pages of a mapped file would count as this process's memory.
-            with open(os.path.join(self.path, name), "rb") as file:
+            with self._reader.open(name) as file:
                 for key, piece in located:
                     file.seek(piece.offset)
                     data = file.read(piece.length)
@@ -224,7 +224,7 @@ def open_metadata(path: str) -> tuple[BinaryIO, str | None]:
     place = os.path.join(path, ".metadata")
     if world_size() == 1:
         try:
-            return open(place, "rb"), None  # noqa: SIM115  # the checkpoint closes it
+            return open(place, "rb"), None
         except OSError as exc:
             return io.BytesIO(), _unreadable(path, describe_error(exc))
 
@@ -241,9 +241,12 @@ class _Reader(FileSystemReader):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._place = path
         self._layouts: dict[tuple[bytes, ...], torch.Tensor] = {}
         self._tensors: dict[bytes, torch.Tensor] = {}
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a file of the checkpoint as ``FileSystemReader`` does."""
+        return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         small: dict[str, list[tuple[int, int, ReadItem]]] = defaultdict(list)
@@ -259,7 +262,7 @@ class _Reader(FileSystemReader):
             else:
                 rest.append(item)
         for name, items in small.items():
-            with open(os.path.join(self._place, name), "rb") as file:
+            with self.open(name) as file:
                 for offset, length, item in sorted(items, key=lambda each: each[0]):
                     file.seek(offset)
                     tensor = self._tensor(file.read(length))
