@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from nemo_automodel_shim.components.checkpoint.live_optimizer import iter_named_parameters
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     OptimizerStateError,
-    iter_named_parameters,
     load_optimizer_state,
     optimizer_state_dict,
 )

@@ -16,9 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from nemo_automodel_shim.components.checkpoint.live_optimizer import iter_named_parameters
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     OptimizerStateError,
-    iter_named_parameters,
     load_optimizer_state,
     optimizer_state_dict,
     validate_optimizers_for_save,

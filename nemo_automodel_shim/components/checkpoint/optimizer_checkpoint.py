@@ -5,6 +5,9 @@ The layout on disk is the one of ``StateDictOptions(flatten_optimizer_state_dict
 ``optim.state.<name>.<entry>``, ``optim.param_groups.<name>.<option>`` and ``sched.<entry>``. Beside them a file that
 was saved sparse has ``optim.never_updated.<name>`` for each parameter that was saved without state, which other readers
 do not ask for.
+
+Where the optimizer's own state dict was saved there are integer ids in place of names: ``optim.state.<id>.<entry>``,
+``optim.param_groups.<group>.<option>`` and ``optim.never_updated.<id>``.
 """
 
 from __future__ import annotations
@@ -106,6 +109,10 @@ class OptimizerCheckpoint:
             elif key.startswith(NEVER_UPDATED):
                 never_updated.add(plain_name(key[len(NEVER_UPDATED) :]))
         self.never_updated = never_updated or None
+        self.by_position = False
+        if any(_is_option_by_position(path_of_key) for path_of_key in self.metadata.paths.values()):
+            self.by_position = True  # see name_positions
+            return
         if not self.options:
             raise OptimizerStateError(
                 f"{path} holds no parameter groups ({GROUPS}*): it is no optimizer checkpoint of this layout."
@@ -113,6 +120,44 @@ class OptimizerCheckpoint:
         for key in state_keys:
             name, entry = self._split(plain_name(key[len(STATE) :]))
             self.entries[name][sys.intern(entry)] = key
+
+    def name_positions(self, groups: list[list[str]]) -> None:
+        """Take integer ids for the names of the live parameters in the same places.
+
+        Args:
+            groups: Names of the live parameters, by group.
+
+        Raises:
+            OptimizerStateError: If the file's groups are not of the same lengths.
+        """
+        options: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
+        entries: dict[str, dict[str, str]] = defaultdict(dict)
+        never_updated = set()
+        for key, path in self.metadata.paths.items():
+            if _is_option_by_position(path):
+                options[path[2]][path[3:]] = key
+            elif path[:2] == ("optim", "state"):
+                entries[str(path[2])][".".join(map(str, path[3:]))] = key
+            elif path[:2] == ("optim", "never_updated"):
+                never_updated.add(str(path[2]))
+        ids = [options[index].pop(("params",), None) for index in range(len(options))]
+        values, _ = self.read_values(key for key in ids if key is not None)
+        saved = [values.get(key, []) for key in ids]
+        if [len(group) for group in saved] != [len(group) for group in groups]:
+            raise OptimizerStateError(
+                f"{self.path} has integer ids in place of names, for groups of {[len(group) for group in saved]} "
+                f"parameters; the live groups have {[len(group) for group in groups]}. Which of them are new cannot be "
+                "told: build the optimizer over the parameters that it was saved with."
+            )
+        self.options, self.entries = defaultdict(dict), defaultdict(dict)
+        names = {}
+        for index, (group, its_ids) in enumerate(zip(groups, saved, strict=True)):
+            for name, number in zip(group, its_ids, strict=True):
+                names[str(number)] = name
+                self.options[name] = options[index]
+                if str(number) in entries:
+                    self.entries[name] = entries[str(number)]
+        self.never_updated = {names[number] for number in never_updated if number in names} or None
 
     def stored(self, key: str) -> TensorStorageMetadata | None:
         """Return size and dtype of a tensor, or ``None`` where ``key`` is another value."""
@@ -126,7 +171,7 @@ class OptimizerCheckpoint:
         values: dict[str, Any] = {}
         raw: dict[str, bytes] = {}
         by_file: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for batch in _batches(keys):
+        for batch in _batches(dict.fromkeys(keys)):
             by_file.clear()
             template: dict[str, Any] = {}
             for key in batch:
@@ -320,6 +365,10 @@ class _Reader(FileSystemReader):
         ):
             self._layouts[layout] = tensor
         return tensor
+
+
+def _is_option_by_position(path: tuple[Any, ...]) -> bool:
+    return len(path) > 3 and path[:2] == ("optim", "param_groups") and isinstance(path[2], int)
 
 
 def _batches(keys: Iterable[str]) -> Iterator[list[str]]:

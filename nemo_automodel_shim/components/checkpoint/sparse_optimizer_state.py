@@ -24,7 +24,7 @@ import json
 import logging
 import numbers
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,13 +34,17 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
 
+from nemo_automodel_shim.components.checkpoint.live_optimizer import (
+    ExpectedState,
+    LiveParameter,
+    has_stepped,
+    live_parameters,
+)
 from nemo_automodel_shim.components.checkpoint.optimizer_checkpoint import (
     OptimizerCheckpoint,
     OptimizerStateError,
     open_metadata,
-    plain_name,
     without_collections,
 )
 from nemo_automodel_shim.components.checkpoint.rank_agreement import (
@@ -50,42 +54,16 @@ from nemo_automodel_shim.components.checkpoint.rank_agreement import (
     gather_texts,
     same_on_all_ranks,
 )
+from nemo_automodel_shim.components.checkpoint.scheduler_state import (
+    SCHEDULER_OPTIONS,
+    nest,
+    read_schedulers,
+    typed_like,
+)
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULER = "sched"
-# Options that torch's schedulers put into a group.
-_SCHEDULER_OPTIONS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
-)
-# What a scheduler keeps for each group, by the group's place.
-_BY_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 _EXAMPLES = 5
-
-
-def iter_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter with the fully qualified name that ``torch.distributed.checkpoint`` gives it.
-
-    Compile, activation-checkpoint and DDP wrappers leave no trace in the name. A parameter that is shared appears
-    once, under its first name.
-
-    Args:
-        model: The root module.
-
-    Yields:
-        Pairs of name and parameter, in the order of ``nn.Module.named_parameters``.
-    """
-    replicated = [
-        f"{plain_name(name)}." if name else ""
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel)
-    ]
-    for name, param in model.named_parameters():
-        name = plain_name(name)
-        for prefix in replicated:
-            if name.startswith(f"{prefix}module."):
-                name = prefix + name[len(prefix) + len("module.") :]
-        yield name, param
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -105,7 +83,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         OptimizerStateError: If the optimizer holds a parameter that is not in the model, or state of a form that
             cannot be saved by name.
     """
-    lives = _live_parameters([model], [optimizer])
+    lives = live_parameters([model], [optimizer])
     if any(optimizer.state.values()):
         try:
             options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -118,10 +96,27 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     else:
         # torch would fill an optimizer without state by a step with zero gradients, and that moves the live run.
         flat = {f"param_groups.{live.name}.{option}": value for live in lives for option, value in live.options.items()}
-    return flat | {f"never_updated.{name}": True for name in _cold([optimizer], lives)}
+    return flat | {f"never_updated.{live.name}": True for live in _cold([optimizer], lives)}
 
 
-def validate_optimizers_for_save(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+def positional_optimizer_state_dict(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """``Optimizer.state_dict`` with a record of the parameters without state.
+
+    Args:
+        models: The model, as a list of one part.
+        optimizers: Its optimizer. It is not changed.
+
+    Returns:
+        ``state`` and ``param_groups`` as ``Optimizer.state_dict`` gives them, by integer id, and ``never_updated``, of
+        the ids that would have state once updated and have none.
+    """
+    cold = _cold(optimizers, live_parameters(models, optimizers))
+    return optimizers[0].state_dict() | {"never_updated": {live.index: True for live in cold}}
+
+
+def validate_optimizers_for_save(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], *, by_position: bool = False
+) -> None:
     """Check, before a save, that the ranks agree on the state; say once how many parameters have none.
 
     A parameter is one key in the file. Where some ranks have state for it and others have none, or where they count
@@ -132,16 +127,27 @@ def validate_optimizers_for_save(models: list[nn.Module], optimizers: list[torch
     Args:
         models: The model parts of this rank.
         optimizers: One optimizer a model part. They are not changed.
+        by_position: Whether the file will have integer ids (``positional_optimizer_state_dict``). One id is one key,
+            so all ranks must then hold one part, and the same one.
 
     Raises:
         OptimizerStateError: On every rank alike, if the ranks do not agree. Nothing has been written then.
     """
     summary: dict[str, str] = {}
-    cold: list[str] = []
+    cold: list[LiveParameter] = []
     error = None
     try:
-        lives = _live_parameters(models, optimizers)
+        lives = live_parameters(models, optimizers)
+        if by_position and len(optimizers) != 1:
+            raise OptimizerStateError(
+                f"{len(optimizers)} optimizers on one rank: state by integer ids is that of one part alone, the others "
+                "would be lost. Train the parts with one optimizer, or without PEFT, quantised weights or EP."
+            )
         summary = _summary(optimizers, lives)
+        if by_position:
+            summary = {
+                f"parameter {live.index} of the optimizer": f"{live.name}: {summary[live.name]}" for live in lives
+            }
         cold = _cold(optimizers, lives)
     except Exception as exc:
         error = str(exc) if isinstance(exc, OptimizerStateError) else describe_error(exc)
@@ -159,7 +165,7 @@ def validate_optimizers_for_save(models: list[nn.Module], optimizers: list[torch
             "Optimizer state: %s of %d never updated, saved without state: %s.",
             _count(cold, "parameter"),
             len(summary),
-            _some(cold),
+            _some([live.name for live in cold]),
         )
 
 
@@ -203,22 +209,24 @@ def _load(
 ) -> None:
     loaded: list[dict[str, Any]] = []
     scheduled: list[dict[str, Any]] = []
-    lives: list[_Live] = []
+    lives: list[LiveParameter] = []
     restored: dict[tuple[int, int], dict[str, Any]] = {}
-    expected: _Expected | None = None
+    expected: ExpectedState | None = None
     seen, cause = _Seen(), None
     metadata, unreadable = open_metadata(path)
     try:
-        lives = _live_parameters(models, optimizers)
+        lives = live_parameters(models, optimizers)
         seen.live = {live.name for live in lives}
         if unreadable is not None:
             raise OptimizerStateError(unreadable)
         checkpoint = OptimizerCheckpoint(path, metadata, seen.live)
+        if checkpoint.by_position:
+            checkpoint.name_positions([[live.name for live in group] for group in _by_group(optimizers, lives)])
         _look(checkpoint, seen, allow_new_parameters)
         groups = _read_groups(checkpoint, optimizers, lives, seen)
-        expected = _Expected(optimizers, lives, groups, checkpoint)
+        expected = ExpectedState(optimizers, lives, groups, checkpoint)
         restored = _read_state(checkpoint, lives, expected, seen)
-        scheduled = _read_schedulers(checkpoint, schedulers, optimizers, groups)
+        scheduled = read_schedulers(checkpoint, schedulers, optimizers, groups)
         loaded = _assemble(optimizers, lives, groups, restored, seen)
     except Exception as exc:
         cause = exc
@@ -244,22 +252,6 @@ def _load(
 
 
 @dataclass
-class _Live:
-    """One parameter of one optimizer."""
-
-    name: str
-    param: nn.Parameter
-    optimizer: int
-    group_index: int
-    group: dict[str, Any]
-    index: int  # the integer id that Optimizer.state_dict gives the parameter
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {option: value for option, value in self.group.items() if option != "params"}
-
-
-@dataclass
 class _Seen:
     """What a rank found, for the report and for the ranks to agree on."""
 
@@ -272,37 +264,14 @@ class _Seen:
     restored: int = 0
 
 
-def _live_parameters(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[_Live]:
-    if len(models) != len(optimizers):
-        raise OptimizerStateError(
-            f"{len(models)} model parts and {len(optimizers)} optimizers: pass one optimizer a part."
-        )
-    lives = []
-    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=False)):
-        names: dict[int, str] = {}
-        for name, param in iter_named_parameters(model):
-            names.setdefault(id(param), name)
-        index = 0
-        for group_index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) not in names:
-                    raise OptimizerStateError(
-                        f"Parameter {index} of optimizer {number} (shape {list(param.shape)}) is not in the model "
-                        "that was passed with it; pass the model whose parameters the optimizer was built from."
-                    )
-                lives.append(_Live(names[id(param)], param, number, group_index, group, index))
-                index += 1
-    return lives
-
-
-def _cold(optimizers: list[torch.optim.Optimizer], lives: list[_Live]) -> list[str]:
-    """Names of the parameters without state, of those to which the optimizer gives some."""
-    expected = _Expected(optimizers, lives, {(live.optimizer, live.group_index): live.options for live in lives})
+def _cold(optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]) -> list[LiveParameter]:
+    """The parameters without state, of those to which the optimizer gives some."""
+    expected = ExpectedState(optimizers, lives, {(live.optimizer, live.group_index): live.options for live in lives})
     bare = [live for live in lives if not optimizers[live.optimizer].state.get(live.param)]
-    return [live.name for live in bare if expected.any_state(live)]
+    return [live for live in bare if expected.any_state(live)]
 
 
-def _summary(optimizers: list[torch.optim.Optimizer], lives: list[_Live]) -> dict[str, str]:
+def _summary(optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]) -> dict[str, str]:
     """What the ranks must agree on, by parameter: whether there is state, and its counters."""
     counters: list[tuple[str, str, Any]] = []
     summary: dict[str, str] = {}
@@ -345,6 +314,12 @@ def _disagreement(summaries: list[dict[str, str]]) -> str | None:
     )
 
 
+def _by_group(optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]) -> Iterator[list[LiveParameter]]:
+    for number, optimizer in enumerate(optimizers):
+        for index in range(len(optimizer.param_groups)):
+            yield [live for live in lives if (live.optimizer, live.group_index) == (number, index)]
+
+
 def _look(checkpoint: OptimizerCheckpoint, seen: _Seen, allow_new_parameters: bool) -> None:
     seen.listed = sorted(checkpoint.options)
     seen.new = sorted(seen.live - set(checkpoint.options))
@@ -365,7 +340,7 @@ def _nothing_in_common(path: str, saved: str, live: str) -> str:
 
 
 def _read_groups(
-    checkpoint: OptimizerCheckpoint, optimizers: list[torch.optim.Optimizer], lives: list[_Live], seen: _Seen
+    checkpoint: OptimizerCheckpoint, optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter], seen: _Seen
 ) -> dict[tuple[int, int], dict[str, Any]]:
     """The saved options of each live group, by optimizer and group number."""
     template, raw = checkpoint.read_values(
@@ -389,10 +364,10 @@ def _read_groups(
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             live_options = {option: value for option, value in group.items() if option != "params"}
-            saved = _nest({place: template[key] for place, (_, key) in owners[number, index].items()})
-            saved = {option: _typed_like(value, live_options.get(option)) for option, value in saved.items()}
+            saved = nest({place: template[key] for place, (_, key) in owners[number, index].items()})
+            saved = {option: typed_like(value, live_options.get(option)) for option, value in saved.items()}
             lacking = sorted(set(optimizer.defaults) - set(saved)) if saved else []
-            strange = sorted(set(saved) - set(live_options) - _SCHEDULER_OPTIONS)
+            strange = sorted(set(saved) - set(live_options) - SCHEDULER_OPTIONS)
             if lacking and strange:
                 raise OptimizerStateError(
                     f"{checkpoint.path} was saved by another optimizer than {type(optimizer).__name__}: its groups "
@@ -401,7 +376,7 @@ def _read_groups(
                 )
             absent = set(live_options) - set(saved) - {"param_names"} if saved else set()
             # What an optimizer has counted in its group is state: absent in the file, absent after the load.
-            counted = absent - set(optimizer.defaults) - _SCHEDULER_OPTIONS if _has_stepped(optimizer) else set()
+            counted = absent - set(optimizer.defaults) - SCHEDULER_OPTIONS if has_stepped(optimizer) else set()
             seen.discarded |= counted
             seen.defaulted |= absent - counted
             kept = {option: value for option, value in live_options.items() if option not in counted}
@@ -410,7 +385,7 @@ def _read_groups(
 
 
 def _read_state(
-    checkpoint: OptimizerCheckpoint, lives: list[_Live], expected: _Expected, seen: _Seen
+    checkpoint: OptimizerCheckpoint, lives: list[LiveParameter], expected: ExpectedState, seen: _Seen
 ) -> dict[tuple[int, int], dict[str, Any]]:
     """The saved state of each restored parameter, by optimizer number and parameter index."""
     template: dict[str, Any] = {}
@@ -459,125 +434,6 @@ def _read_state(
     return restored
 
 
-class _Expected:
-    """Which state entries a whole parameter has, and which of them have the parameter's shape."""
-
-    def __init__(
-        self,
-        optimizers: list[torch.optim.Optimizer],
-        lives: list[_Live],
-        groups: dict[tuple[int, int], dict[str, Any]],
-        checkpoint: OptimizerCheckpoint | None = None,
-    ) -> None:
-        self._optimizers, self._groups = optimizers, groups
-        self._probed: dict[tuple, dict[str, tuple[bool, torch.dtype | None]] | None] = {}
-        # What the parameters of a group have on disk, for optimizers that cannot be asked.
-        self._own: dict[str, frozenset[str]] = {}
-        self._saved: dict[tuple, set[frozenset[str]]] = defaultdict(set)
-        # Entry and dimensions -> how many have the parameter's shape, how many another.
-        self._shapes: dict[tuple, Counter] = defaultdict(Counter)
-        self._dtypes: dict[tuple, set[torch.dtype]] = defaultdict(set)
-        for live in lives if checkpoint is not None else ():
-            entries = checkpoint.entries.get(live.name, {})
-            self._own[live.name] = frozenset(entries)
-            self._saved[(*self._group(live), live.param.size(), live.param.dtype)].add(frozenset(entries))
-            for entry, key in entries.items():
-                stored = checkpoint.stored(key)
-                if stored is not None:
-                    self._dtypes[(*self._group(live), live.param.dtype, entry)].add(stored.properties.dtype)
-                if live.param.numel() > 1:  # a scale or a count has the shape of a small parameter by chance
-                    same = stored is not None and stored.size == live.param.size()
-                    self._shapes[(*self._group(live), entry)][live.param.ndim, same] += 1
-        self._any = any(self._own.values()) or any(any(optimizer.state.values()) for optimizer in optimizers)
-
-    @staticmethod
-    def _group(live: _Live) -> tuple[int, int]:
-        return (live.optimizer, live.group_index)
-
-    def _ask(self, live: _Live) -> dict[str, tuple[bool, torch.dtype | None]] | None:
-        kind = (*self._group(live), live.param.ndim, live.param.dtype, live.param.device.type)
-        if kind not in self._probed:
-            options = self._groups[self._group(live)]
-            self._probed[kind] = _probe(self._optimizers[live.optimizer], options, live.param)
-        return self._probed[kind]
-
-    def any_state(self, live: _Live) -> bool:
-        """Whether the optimizer gives such a parameter state at all."""
-        asked = self._ask(live)
-        return bool(asked) if asked is not None else self._any
-
-    def entries(self, live: _Live) -> Iterable[str]:
-        """Names of the entries that a whole parameter has.
-
-        Where the optimizer cannot be asked, an entry counts as lost if a parameter of the same group, shape and dtype
-        has all that this one has, and that entry too.
-        """
-        asked = self._ask(live)
-        if asked is not None:
-            return asked
-        own = self._own.get(live.name, frozenset())
-        siblings = self._saved[(*self._group(live), live.param.size(), live.param.dtype)]
-        return max((each for each in siblings if each >= own), key=len, default=own)
-
-    def has_the_parameters_shape(self, live: _Live, entry: str) -> bool:
-        """Whether ``entry``, which has another shape, ought to have that of the parameter.
-
-        Where the optimizer cannot be asked, it ought to if it has for all other parameters of the group that have as
-        many dimensions or more.
-        """
-        asked = self._ask(live)
-        if asked is not None:
-            return asked.get(entry, (False, None))[0]
-        shapes = self._shapes[(*self._group(live), entry)]
-        found = {
-            same: sum(count for (ndim, is_same), count in shapes.items() if is_same == same and ndim >= live.param.ndim)
-            for same in (True, False)
-        }
-        return live.param.numel() > 1 and found[True] > 0 and found[False] == 1
-
-    def keeps_dtype(self, live: _Live, entry: str, dtype: torch.dtype) -> bool:
-        """Whether ``entry`` has ``dtype`` because the optimizer made it so, whatever the parameter's dtype.
-
-        Where the optimizer cannot be asked: if the file has no other dtype of the entry in the group.
-        """
-        asked = self._ask(live)
-        if asked is not None:
-            return asked.get(entry, (False, None))[1] == dtype
-        return self._dtypes[(*self._group(live), live.param.dtype, entry)] == {dtype}
-
-
-def _probe(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], param: nn.Parameter
-) -> dict[str, tuple[bool, torch.dtype | None]] | None:
-    """Step a stand-in of ``optimizer`` on a tiny parameter: entry -> whether it has the parameter's shape, and dtype.
-
-    The live optimizer and its parameters are not involved. ``None`` where the step is not torch's own, or cannot be
-    taken on such a parameter.
-    """
-    step = inspect.unwrap(type(optimizer).step)  # without the hooks, which belong to real steps
-    if not step.__module__.startswith("torch.optim."):
-        return None
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
-    try:
-        tiny = nn.Parameter(torch.zeros([3] * param.ndim, dtype=param.dtype, device=param.device))
-        tiny.grad = torch.zeros_like(tiny)
-        stand_in.__dict__["state"] = defaultdict(dict)
-        stand_in.__dict__["param_groups"] = [{**copy.deepcopy(options), "params": [tiny]}]
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            step(stand_in)
-    except Exception as exc:
-        logger.debug("%s cannot be probed: %s", type(optimizer).__name__, describe_error(exc))
-        return None
-    return {
-        name: (value.ndim > 0 and value.shape == tiny.shape, value.dtype)
-        if isinstance(value, torch.Tensor)
-        else (False, None)
-        for name, value in stand_in.__dict__["state"].get(tiny, {}).items()
-        if value is not None
-    }
-
-
 def _empty(param: nn.Parameter, entry: str, stored: TensorStorageMetadata) -> torch.Tensor:
     """A tensor to read ``entry`` into, placed as the optimizer would place it for ``param``."""
     dtype = stored.properties.dtype
@@ -593,7 +449,7 @@ def _empty(param: nn.Parameter, entry: str, stored: TensorStorageMetadata) -> to
 
 def _assemble(
     optimizers: list[torch.optim.Optimizer],
-    lives: list[_Live],
+    lives: list[LiveParameter],
     groups: dict[tuple[int, int], dict[str, Any]],
     restored: dict[tuple[int, int], dict[str, Any]],
     seen: _Seen,
@@ -608,7 +464,7 @@ def _assemble(
         state |= {
             live.index: optimizer.state[live.param]
             for live in mine
-            if live.name in new and optimizer.state.get(live.param) and not _has_stepped(optimizer, live.param)
+            if live.name in new and optimizer.state.get(live.param) and not has_stepped(optimizer, live.param)
         }
         loaded.append(
             {
@@ -625,17 +481,11 @@ def _assemble(
     return loaded
 
 
-def _has_stepped(optimizer: torch.optim.Optimizer, *params: nn.Parameter) -> bool:
-    """Whether any of ``params`` (all, if none is named) has state with a step above 0, or without a step."""
-    states = [optimizer.state.get(param) for param in params] or list(optimizer.state.values())
-    return any(state and float(state.get("step", 1)) > 0 for state in states)
-
-
 def _keep_dtypes(
     optimizers: list[torch.optim.Optimizer],
-    lives: list[_Live],
+    lives: list[LiveParameter],
     restored: dict[tuple[int, int], dict[str, Any]],
-    expected: _Expected | None,
+    expected: ExpectedState | None,
 ) -> None:
     """Undo casts: ``Optimizer.load_state_dict`` gives floating state the parameter's dtype, whatever it had."""
     for live in lives:
@@ -648,7 +498,9 @@ def _keep_dtypes(
             _put_back(state, saved, "", live, expected)
 
 
-def _put_back(state: dict[Any, Any], saved: dict[Any, Any], prefix: str, live: _Live, expected: _Expected) -> None:
+def _put_back(
+    state: dict[Any, Any], saved: dict[Any, Any], prefix: str, live: LiveParameter, expected: ExpectedState
+) -> None:
     for entry, was in saved.items():
         now = state.get(entry)
         if isinstance(was, dict) and isinstance(now, dict):
@@ -660,102 +512,6 @@ def _put_back(state: dict[Any, Any], saved: dict[Any, Any], prefix: str, live: _
             and expected.keeps_dtype(live, f"{prefix}{entry}", was.dtype)
         ):
             state[entry] = was.to(now.device)
-
-
-def _read_schedulers(
-    checkpoint: OptimizerCheckpoint,
-    schedulers: list[Any],
-    optimizers: list[torch.optim.Optimizer],
-    groups: dict[tuple[int, int], dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """The saved scheduler once for each live one, with keys of the type and groups in the order of the live one."""
-    paths = {key: path for key, path in checkpoint.metadata.paths.items() if len(path) > 1 and path[0] == _SCHEDULER}
-    if schedulers and not paths:
-        raise OptimizerStateError(
-            f"{checkpoint.path} holds no scheduler ({_SCHEDULER}.*), but one was passed; pass scheduler=None to "
-            "resume the optimizer alone."
-        )
-    values, _ = checkpoint.read_values(paths if schedulers else ())
-    state = _nest({paths[key][1:]: value for key, value in values.items()})
-    scheduled = []
-    for number, scheduler in enumerate(schedulers):
-        # Some schedulers take entries out of the dict that they are given: each gets its own.
-        own = _typed_like(copy.deepcopy(state), scheduler.state_dict())
-        owner = getattr(scheduler, "optimizer", None)
-        place = next((at for at, each in enumerate(optimizers) if each is owner), min(number, len(optimizers) - 1))
-        mine = [groups[key] for key in sorted(groups) if key[0] == place]
-        _order_groups(checkpoint.path, own, mine)
-        _fill_empty_groups(own, optimizers[place], mine)
-        scheduled.append(own)
-    return scheduled
-
-
-def _order_groups(path: str, state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Bring what a scheduler keeps for each group into the live order, if that is another than at the save."""
-    for inner in state.get("_schedulers", ()):
-        if isinstance(inner, dict):
-            _order_groups(path, inner, groups)
-    saved = state.get("base_lrs")
-    live = [_number(group.get("initial_lr")) for group in groups]
-    if not isinstance(saved, list) or None in live:
-        return
-    known = [_number(value) for value in saved]
-    if known == live or None in known or sorted(known) != sorted(live):
-        return
-    if len(set(known)) < len(known):
-        raise OptimizerStateError(
-            f"The parameter groups stand in another order than in {path}, where the scheduler has base_lrs {known} "
-            f"and the live groups have initial_lr {live}. Build the groups in the order of the save."
-        )
-    order = [known.index(value) for value in live]
-    for key in _BY_GROUP:
-        values = state.get(key)
-        if isinstance(values, list) and len(values) == len(order):
-            state[key] = [values[at] for at in order]
-
-
-def _fill_empty_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    # The options of a group without parameters are not in the file; the scheduler has them.
-    for option, key in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
-        values = state.get(key)
-        if isinstance(values, list) and len(values) == len(groups):
-            for live, group, value in zip(optimizer.param_groups, groups, values, strict=True):
-                if not live["params"] and not isinstance(group.get(option), torch.Tensor):
-                    group[option] = value
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float, torch.Tensor)) else None
-
-
-def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    nested: dict[Any, Any] = {}
-    for (*parents, leaf), value in flat.items():
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return nested
-
-
-def _typed_like(saved: Any, live: Any) -> Any:
-    """Undo what DCP does to containers, by the type that the live one has.
-
-    Integer keys became text, lists that hold tensors or dicts became dicts by position, and empty dicts are gone.
-    """
-    if not isinstance(saved, dict):
-        return saved
-    if saved and all(isinstance(key, int) for key in saved):
-        items = live if isinstance(live, (list, tuple)) else ()
-        return [_typed_like(saved[at], items[at] if at < len(items) else None) for at in sorted(saved)]
-    live = live if isinstance(live, dict) else {}
-    keys: dict[Any, Any] = {str(key): key for key in live}
-    if isinstance(live, Counter) or (live and all(isinstance(key, int) for key in live)):
-        keys |= {key: int(key) for key in saved if key.lstrip("-").isdigit()}
-    typed = {keys.get(key, key): _typed_like(value, live.get(keys.get(key, key))) for key, value in saved.items()}
-    if isinstance(live, Counter):
-        return Counter(typed)
-    return typed | {key: {} for key, value in live.items() if isinstance(value, dict) and key not in typed}
 
 
 class _Snapshot:

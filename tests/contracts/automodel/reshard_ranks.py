@@ -54,25 +54,24 @@ def _build(context: RankContext) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+def give_gradient(param: torch.Tensor, step: int) -> None:
+    """Set a gradient that is elementwise in the parameter, so that it is the same in every layout."""
+    local = param.detach().to_local() * 0.5 + 0.25 * step
+    param.grad = DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
 def _train(model: nn.ModuleDict, optimizer: torch.optim.Optimizer, names: tuple[str, ...], steps: range) -> None:
-    """Elementwise gradients, so that they are the same in every layout."""
     for step in steps:
         for name in names:
             for param in model[name].parameters():
-                local = param.detach().to_local() * 0.5 + 0.25 * step
-                param.grad = DTensor.from_local(
-                    local,
-                    param.device_mesh,
-                    param.placements,
-                    run_check=False,
-                    shape=param.shape,
-                    stride=param.stride(),
-                )
+                give_gradient(param, step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _whole(model: nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def in_full(model: nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Parameters and state in full, by name."""
     found: dict[str, dict[str, Any]] = {}
     for name, param in model.named_parameters():
@@ -102,4 +101,4 @@ def resume(context: RankContext, path: str) -> tuple[dict[str, Any], dict[str, A
     plain_checkpointer(path, context.rank).load_optimizer(fresh, resumed, path)
     for pair in ((model, optimizer), (resumed, fresh)):
         _train(*pair, ("used", "late"), range(3, 6))
-    return _whole(model, optimizer), _whole(resumed, fresh)
+    return in_full(model, optimizer), in_full(resumed, fresh)
