@@ -20,10 +20,14 @@ from ci.regress import REPOSITORY
 
 LOADER = "nemo_automodel_shim/components/checkpoint/sparse_optimizer_state.py"
 READER = "nemo_automodel_shim/components/checkpoint/optimizer_checkpoint.py"
+LIVE = "nemo_automodel_shim/components/checkpoint/live_optimizer.py"
+SCHEDULER = "nemo_automodel_shim/components/checkpoint/scheduler_state.py"
+METADATA = "nemo_automodel_shim/components/checkpoint/checkpoint_metadata.py"
 RANKS = "nemo_automodel_shim/components/checkpoint/rank_agreement.py"
 TESTS = "tests/shim/test_sparse_optimizer_state.py::"
 MESSAGES = "tests/shim/test_messages.py::TestRefusals::"
 LAYOUTS = "tests/shim/test_layouts.py::"
+POSITIONS = "tests/shim/test_positions.py::"
 SEARCH = "tests/shim/test_search.py::"
 COPIED = ("ci", "nemo_automodel_shim", "patches", "tests", "pyproject.toml")
 
@@ -143,7 +147,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the file does not say what was never updated",
-        'return flat | {f"never_updated.{name}": True for name in _cold([optimizer], lives)}',
+        'return flat | {f"never_updated.{live.name}": True for live in _cold([optimizer], lives)}',
         "return flat",
         SEARCH + "test_lost_state_is_told_from_never_updated",
     ),
@@ -205,21 +209,52 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "scheduler keys as DCP leaves them",
-        "own = _typed_like(copy.deepcopy(state), scheduler.state_dict())",
+        "own = typed_like(copy.deepcopy(state), scheduler.state_dict())",
         "own = copy.deepcopy(state)",
         TESTS + "test_schedulers_go_on_and_can_be_saved_again[multi-step]",
+        SCHEDULER,
     ),
     Mutant(
         "a scheduler's groups by position",
         "        _order_groups(checkpoint.path, own, mine)\n",
         "",
         SEARCH + "test_groups_in_another_order_below_a_scheduler_are_right_or_refused[lambda]",
+        SCHEDULER,
     ),
     Mutant(
         "looking runs the hooks of real steps",
         "inspect.unwrap(type(optimizer).step)",
         "type(optimizer).step",
         TESTS + "test_looking_at_an_optimizer_runs_nobodys_hooks",
+        LIVE,
+    ),
+    Mutant(
+        "integer ids of the wrong parameter",
+        "                names[str(number)] = name\n                self.options[name]",
+        "                number = len(saved[index]) - 1 - number\n                names[str(number)] = name\n"
+        "                self.options[name]",
+        POSITIONS + "test_resume_equals_the_uninterrupted_run",
+        READER,
+    ),
+    Mutant(
+        "integer ids whatever the number of parameters",
+        "        if [len(group) for group in saved] != [len(group) for group in groups]:",
+        "        if not saved:",
+        POSITIONS + "test_another_number_of_parameters_is_refused",
+        READER,
+    ),
+    Mutant(
+        "stages share integer ids",
+        "        if by_position:\n            summary = {",
+        "        if by_position and not summary:\n            summary = {",
+        POSITIONS + "test_ranks_that_hold_other_parameters_in_the_same_place_are_refused",
+    ),
+    Mutant(
+        "chunks without their place in the tensor",
+        'self.chunks.append(state.get("offset"))',
+        "self.chunks.append(None)",
+        "tests/shim/test_checkpoint_metadata.py::test_a_tensor_in_chunks_over_several_files",
+        METADATA,
     ),
 ]
 

@@ -15,7 +15,9 @@ from tests.support.world import run_world
 NEVER = "model.layers.1.mlp.experts.lora_gate_and_up_A"
 
 
-@pytest.mark.contract("sparse.adapters", meaning="adapters on experts under EP resume bit for bit, never updated or not")
+@pytest.mark.contract(
+    "sparse.adapters", meaning="adapters on experts under EP resume bit for bit, never updated or not"
+)
 @pytest.mark.parametrize("names", [("layers.",), adapter_ranks.USED], ids=["all-updated", "some-never"])
 def test_adapters_on_experts_resume(names: tuple[str, ...], tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
