@@ -83,6 +83,9 @@ def tests(session: nox.Session) -> None:
     _python(session, _interpreter, "-m", "pytest", "tests", *(session.posargs or ["-q", "-n", "2"]))
 
 
+# What follows is run by hand: it takes long, or wants a quiet machine.
+
+
 @nox.session(name="bench-gather", venv_backend="none", requires=["environment"], default=False)
 def bench_gather(session: nox.Session) -> None:
     """Time the gather of stock and patched beside another version; arguments after `--` go to the module."""
@@ -93,6 +96,42 @@ def bench_gather(session: nox.Session) -> None:
 def impostors(session: nox.Session) -> None:
     """Say which contract catches which almost-right gather."""
     _python(session, _interpreter, "-m", "ci.impostors", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def grid(session: nox.Session) -> None:
+    """Run optimizers × cases on both sides and write `docs/grid.md`; names of rows after `--` print these alone."""
+    _python(session, _interpreter, "-m", "ci.grid", *session.posargs)
+
+
+@nox.session(name="bench-loader", venv_backend="none", requires=["environment"], default=False)
+def bench_loader(session: nox.Session) -> None:
+    """Time saves and loads of optimizer state beside the release; arguments after `--` go to `ci.bench.loader`."""
+    _python(session, _interpreter, "-m", "ci.bench.loader", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def mutants(session: nox.Session) -> None:
+    """Put one fault at a time into a copy of the loader: each must turn the test that is named for it red."""
+    _python(session, _interpreter, "-m", "ci.mutants", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def search(session: nox.Session) -> None:
+    """Draw new runs and layouts, 20 times as many as `tests` does; another number may follow `--`."""
+    factor, *arguments = session.posargs or ["20"]
+    searches = ("tests/shim/test_search.py", "tests/shim/test_layouts.py")
+    _python(session, _interpreter, "-m", "pytest", "-q", *searches, *arguments, SEARCH_FACTOR=factor)
+
+
+@nox.session(name="torch-range", reuse_venv=True, default=False)
+@nox.parametrize("torch", ["2.9.1", "2.13.0", "2.14.1"])
+def torch_range(session: nox.Session, torch: str) -> None:
+    """Run the loader's tests under other releases of torch; each may be several gigabytes to install."""
+    own = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "tests")
+    session.install(f"torch=={torch}", "numpy>=2.1", *own)
+    loaders = [f"tests/shim/test_{name}.py" for name in ("sparse_optimizer_state", "search", "layouts", "messages")]
+    session.run("python", "-m", "pytest", "-q", *loaders, *session.posargs, env=ENVIRONMENT)
 
 
 def _chosen(arguments: list[str]) -> str | None:
@@ -194,12 +233,12 @@ def _pip(session: nox.Session, interpreter: str, *requirements: str) -> None:
     session.run(interpreter, "-m", "pip", "install", *requirements, external=True, silent=True)
 
 
-def _python(session: nox.Session, interpreter: str, *arguments: str) -> None:
+def _python(session: nox.Session, interpreter: str, *arguments: str, **environment: str) -> None:
     session.run(
         interpreter,
         *arguments,
         external=True,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | environment,
         # After ^C the pipeline stops its sides and removes its trees; nox would kill it half a second later.
         interrupt_timeout=PATIENCE_S,
         terminate_timeout=PATIENCE_S,

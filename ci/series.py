@@ -49,11 +49,11 @@ def export(git: worktree.Git, tree: Path, base: str, place: Path) -> list[Path]:
 
 
 def body_of(text: str) -> str:
-    """A module without its leading comments, which differ between projects: the licence header."""
+    """A module as upstream has it: importing from its package, less the leading comments (its licence header)."""
     lines = text.splitlines(keepends=True)
     while lines and (lines[0].startswith("#") or not lines[0].strip()):
         del lines[0]
-    return "".join(lines)
+    return "".join(lines).replace("nemo_automodel_shim.", "nemo_automodel.")
 
 
 def with_body(text: str, body: str) -> str:

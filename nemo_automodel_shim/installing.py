@@ -128,8 +128,6 @@ def _changes() -> list[tuple[Any, str, Any]]:
             "forward",
             experts.with_biases(upstream_experts.GroupedExpertsDeepEP.forward),
         ),
-        (checkpointer, "upstream_save_optimizer", checkpointer.save_optimizer),
-        (checkpointer, "upstream_load_optimizer", checkpointer.load_optimizer),
         (checkpointer, "save_optimizer", checkpointing.Checkpointer.save_optimizer),
         (checkpointer, "load_optimizer", checkpointing.Checkpointer.load_optimizer),
         (_module("components.models.deepseek_v4.config").DeepseekV4Config, "train_indexer", False),

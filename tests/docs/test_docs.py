@@ -14,7 +14,9 @@ import pytest
 
 from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktree
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+# What a run makes is held against a run, in tests/pipeline/test_extras.py.
+GENERATED = {REPOSITORY / "docs" / "grid.md"}
+PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").rglob("*.md")) - GENERATED)]
 LOADED = manifest.load(PATCHES)
 NAME, TARGET = LOADED.select(None)
 
@@ -38,6 +40,7 @@ def commands(page: Path) -> list[str]:
 
 ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 REGRESS = re.compile(r"(?:nox -s regress(?: -- )?|python -m ci\.regress ?)(.*)")
+BY_HAND = re.compile(r"nox -s (grid|bench-loader|search|mutants|torch-range)")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,18 @@ def test_every_command_is_known_here() -> None:
     known = [command for command in ALL_COMMANDS if command in TWO_COMMANDS]
     known += [command for command in ALL_COMMANDS if REGRESS.fullmatch(command)]
     known += [command for command in ALL_COMMANDS if command.startswith(("git ", "torchrun "))]
+    known += [command for command in ALL_COMMANDS if BY_HAND.fullmatch(command)]
     assert sorted(known) == ALL_COMMANDS
+
+
+def test_sessions_by_hand_are_there() -> None:
+    named = [found[1] for command in ALL_COMMANDS if (found := BY_HAND.fullmatch(command))]
+    assert named
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "--list"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
+    for name in named:
+        assert re.search(rf"^[-*] {name}\b", listed, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(

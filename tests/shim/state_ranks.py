@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from nemo_automodel_shim.components.checkpoint.live_optimizer import iter_named_parameters
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     OptimizerStateError,
-    iter_named_parameters,
     load_optimizer_state,
     optimizer_state_dict,
+    validate_optimizers_for_save,
 )
 from tests.support.training import Run, differences, snapshot, start_run
 from tests.support.world import RankContext
@@ -202,3 +203,14 @@ def everything_is_listed_somewhere(context: RankContext) -> list[str]:
     logging.getLogger("nemo_automodel_shim").addHandler(handler)
     load_optimizer_state([run.model], [run.optimizer], None, path)
     return messages
+
+
+def save_stages_by_position(context: RankContext) -> str:
+    """Pipeline stages have other parameters under the same integer ids: what the save says."""
+    run = start_run((f"stage{context.rank}",))
+    run.train(range(1), [f"stage{context.rank}"])
+    try:
+        validate_optimizers_for_save([run.model], [run.optimizer], by_position=True)
+    except OptimizerStateError as exc:
+        return str(exc)
+    return "saved"

@@ -15,16 +15,17 @@ from torch import nn
 
 from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     load_optimizer_state,
-    log_parameters_without_state,
     optimizer_state_dict,
+    positional_optimizer_state_dict,
+    validate_optimizers_for_save,
 )
 
 
 class Checkpointer:
     """Replacement parts for upstream's class of the same name; ``install`` puts them into it.
 
-    Optimizers that upstream saves by integer ids (PEFT with expert parallelism or quantised weights) keep upstream's
-    own methods, reached as ``upstream_save_optimizer`` and ``upstream_load_optimizer``.
+    Optimizers that upstream saves by integer ids (PEFT with expert parallelism or quantised weights) still are. What a
+    file has, ids or names, the load sees from the file.
     """
 
     def save_optimizer(
@@ -41,20 +42,24 @@ class Checkpointer:
             model: The model, or its parts on this rank.
             weights_path: Directory of the checkpoint.
             scheduler: Scheduler, or schedulers of which the first is saved; ``None`` for none.
+
+        Raises:
+            OptimizerStateError: On every rank alike, with nothing written, if the ranks do not agree on the state.
         """
         models, optimizers, schedulers = _listed(model), _listed(optimizer), _listed(scheduler)
-        if _native(self, models):
-            self.upstream_save_optimizer(optimizer, model, weights_path, scheduler)
-            return
+        by_position = _by_position(self, models)
         path = os.path.join(weights_path, "optim")
         os.makedirs(path, exist_ok=True)
+        validate_optimizers_for_save(models, optimizers, by_position=by_position)
         optim: dict[str, Any] = {}
-        for part, owner in zip(models, optimizers, strict=False):
-            optim.update(optimizer_state_dict(part, owner))
+        if by_position:
+            optim = positional_optimizer_state_dict(models, optimizers)
+        else:
+            for part, owner in zip(models, optimizers, strict=False):
+                optim.update(optimizer_state_dict(part, owner))
         state: dict[str, Any] = {"optim": optim}
         if schedulers:
             state["sched"] = schedulers[0].state_dict()
-        log_parameters_without_state(models, optimizers)
         self._optim_ctx.future = self._do_save(state, path)
 
     def load_optimizer(
@@ -80,9 +85,6 @@ class Checkpointer:
             OptimizerStateError: On every rank alike, with nothing changed, if the checkpoint does not fit.
         """
         models, optimizers, schedulers = _listed(model), _listed(optimizer), _listed(scheduler)
-        if _native(self, models):
-            self.upstream_load_optimizer(optimizer, model, weights_path, scheduler)
-            return
         if allow_new_parameters is None:
             allow_new_parameters = getattr(self.config, "allow_new_parameters", False)
         load_optimizer_state(
@@ -98,7 +100,7 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _native(checkpointer: Any, models: list[nn.Module]) -> bool:
+def _by_position(checkpointer: Any, models: list[nn.Module]) -> bool:
     modules = [module for model in models for module in model.modules()]
     return bool(checkpointer.config.is_peft) and any(
         getattr(module, "ep_size", 1) > 1 or getattr(module, "quant_state", None) is not None for module in modules

@@ -88,13 +88,18 @@ def build(context: RankContext, dispatcher: str, experts: str = "torch_mm", **op
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    parallelize(context, model, dispatcher, **options)
+    return model
+
+
+def parallelize(context: RankContext, model: nn.Module, dispatcher: str, **options: object) -> None:
+    """Have the release make ``model`` parallel, over one EP group of all ranks."""
     # No data-parallel ranks: FSDP stays out of it.
     world = init_device_mesh("cpu", (1, context.world_size), mesh_dim_names=("dp", "other"))
     moe = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("ep",))
     if dispatcher == "hybridep":
         hybridep.install(moe.get_group("ep"))
     parallelizer.parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep", **options)
-    return model
 
 
 def train(context: RankContext, dispatcher: str, options: dict[str, object]) -> dict[str, object]:
