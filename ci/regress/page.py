@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import ValidationError
 
 from ci.regress.manifest import Patch, Target
-from ci.regress.records import TestRecord
+from ci.regress.records import Outcome, TestRecord
 from ci.regress.report import TITLES, ContractRecord, ContractSide, Report, counted, xml_safe
 from ci.regress.verdict import Verdict
 
@@ -229,7 +229,11 @@ def _contract(row: ContractRecord, report: Report, target: Target, shown: Sequen
     for number, side in enumerate(report.sides):
         # What is open fails on all sides in the same, declared way: once is enough.
         repeats = number > 0 and row.verdict is Verdict.OPEN
-        failures = [test for test in side.tests if test.contract == row.id and test.text and not repeats]
+        failures = [
+            test
+            for test in side.tests
+            if test.contract == row.id and test.text and test.outcome is not Outcome.NOT_RUN and not repeats
+        ]
         sides.append(SideView(TITLES[side.side], row.sides[side.side], failures))
     declared = target.contracts.get(row.id)
     signature = declared.signature if declared is not None else None
@@ -247,15 +251,14 @@ def _environment(report: Report, target: Target) -> list[tuple[str, str]]:
         except metadata.PackageNotFoundError:
             continue
     versions.pop("torch", None)  # the sides say which one they imported
+    wheel = []
+    if report.source.kind == "wheel" and target.wheel is not None:
+        wheel = [("wheel", f"{target.wheel.filename}, sha256 {target.wheel.sha256}")]
     return [
         ("tree", report.source.describe),
         ("repository", f"{target.repository}, {target.tag}"),
         ("commit", report.source.commit or "not known"),
-        *(
-            [("wheel", f"{target.wheel.filename}, sha256 {target.wheel.sha256}")]
-            if report.source.kind == "wheel"
-            else []
-        ),
+        *wheel,
         ("Python", ", ".join(sorted({side.python for side in report.sides}))),
         ("torch", ", ".join(sorted({side.torch or "not imported" for side in report.sides}))),
         *sorted(versions.items()),
