@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +22,7 @@ nox.options.error_on_missing_interpreters = True
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 PATIENCE_S = 20.0
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 # What runs the sessions: the environment's interpreter, once that session has run.
 _interpreter = sys.executable
@@ -56,7 +59,22 @@ def regress(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""
-    _python(session, "-m", "pytest", "tests", *(session.posargs or ["-q", "-n", "2"]))
+    _python(session, "-m", "pytest", "tests", "--ignore=tests/browser", *(session.posargs or ["-q", "-n", "2"]))
+
+
+@nox.session(default=False)
+def page(session: nox.Session) -> None:
+    """Look at the report's page in headless Chromium; arguments after `--` go to pytest.
+
+    It needs Chromium or Chrome, which no Python package brings: on PATH, or named by the variable CHROMIUM.
+    """
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        session.error(f"needs a browser: none of {', '.join(BROWSERS)} is on PATH, and CHROMIUM names none")
+    if session.virtualenv.venv_backend != "none":
+        session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "page"))
+    arguments = session.posargs or ["-q"]
+    session.run("python", "-m", "pytest", "tests/browser", *arguments, env=ENVIRONMENT | {"CHROMIUM": found})
 
 
 def _python(session: nox.Session, *arguments: str) -> None:
