@@ -77,6 +77,18 @@ def page(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/browser", *arguments, env=ENVIRONMENT | {"CHROMIUM": found})
 
 
+@nox.session(name="bench-gather", venv_backend="none", requires=["environment"], default=False)
+def bench_gather(session: nox.Session) -> None:
+    """Time the gather of stock and patched beside another version; arguments after `--` go to the module."""
+    _python(session, "-m", "ci.bench.gather", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def impostors(session: nox.Session) -> None:
+    """Say which contract catches which almost-right gather."""
+    _python(session, "-m", "ci.impostors", *session.posargs)
+
+
 def _python(session: nox.Session, *arguments: str) -> None:
     session.run(
         _interpreter,

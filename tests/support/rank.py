@@ -90,11 +90,17 @@ def _read_frame(sock: socket.socket) -> Any:
 # ------------------------------------------------------------------------------------------------ the body's world
 
 
-def make_context(rank: int, world_size: int, directory: Path, backend: str = "gloo") -> RankContext:
-    """Return the context of one rank, however the rank was started."""
+def make_context(
+    rank: int, world_size: int, directory: Path, backend: str = "gloo", local_rank: int | None = None
+) -> RankContext:
+    """Return the context of one rank, however the rank was started; with NCCL, on the GPU of its local rank."""
     import torch
 
-    return RankContext(rank, world_size, directory, torch.device("cpu"), backend)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank if local_rank is None else local_rank)
+        torch.cuda.set_device(device)
+    return RankContext(rank, world_size, directory, device, backend)
 
 
 @contextlib.contextmanager
@@ -272,7 +278,7 @@ def _set_up(job: dict[str, Any], failed_preloads: dict[str, str]) -> tuple[RankC
         if module not in sys.modules:
             raise SetupError(f"{module} is not preloaded: it is not in sys.modules at the start of the rank")
     torch.set_num_threads(1)
-    context = make_context(rank, world_size, directory)
+    context = make_context(rank, world_size, directory, job["backend"])
     store = dist.FileStore(job["store"], world_size)
     store.set_timeout(datetime.timedelta(seconds=job["pg_timeout"]))
     return context, store

@@ -56,8 +56,8 @@ def build_trainer(context: RankContext, seed: int, **options: object) -> Trainer
     model = build_deepseek_v4(**options)
     model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.bfloat16)
     seed_parameters(model, seed)
-    world = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("dp",))
-    moe = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("ep",))
+    world = init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("dp",))
+    moe = init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("ep",))
     parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep")
     if not isinstance(model.model.layers["0"].mlp.experts.down_projs, DTensor):
         raise PreconditionError("the experts are not sharded")

@@ -1,14 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4 models of the release, small enough for a CPU."""
+"""Models of the release that have an indexer, small enough for a CPU."""
 
 from __future__ import annotations
+
+import importlib
+import importlib.util
 
 import torch
 from torch import nn
 
-from tests.contracts.automodel.upstream import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV4Indexer, cpu_backend
+from tests.contracts.automodel.upstream import (
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    DeepseekV4Indexer,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    DeepseekV32Indexer,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    cpu_backend,
+)
 
 VOCABULARY = 256
+# What multi-head latent attention with an indexer in each of two layers needs, in FP32.
+_MLA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
 
 
 def build_deepseek_v4(**options: object) -> DeepseekV4ForCausalLM:
@@ -45,6 +83,17 @@ def build_deepseek_v4(**options: object) -> DeepseekV4ForCausalLM:
     return DeepseekV4ForCausalLM(config, backend=cpu_backend())
 
 
+def build_deepseek_v32(**options: object) -> DeepseekV32ForCausalLM:
+    """Two layers with an indexer each, in FP32."""
+    return DeepseekV32ForCausalLM(DeepseekV32Config(**{**_MLA, "qk_head_dim": 16, **options}), backend=cpu_backend())
+
+
+def build_glm_moe_dsa(**options: object) -> GlmMoeDsaForCausalLM:
+    """Two layers with an indexer each, in FP32."""
+    layers = {"mlp_layer_types": ["dense", "sparse"], "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    return GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**_MLA, **layers, **options}), backend=cpu_backend())
+
+
 def seed_parameters(model: nn.Module, seed: int) -> None:
     """Give every parameter a seeded value.
 
@@ -59,11 +108,18 @@ def seed_parameters(model: nn.Module, seed: int) -> None:
                 param.fill_(0.0 if name.endswith(("base", "sinks_param.weight")) else 1.0)
 
 
+# The modules of these models that hand out indices only.
+INDEXERS: tuple[type[nn.Module], ...] = (DeepseekV4Indexer, DeepseekV32Indexer)
+if importlib.util.find_spec("nemo_automodel.components.models.glm_moe_dsa.layers"):
+    # Until 0.5.0, GLM has that of DeepSeek-V3.2.
+    INDEXERS += (importlib.import_module("nemo_automodel.components.models.glm_moe_dsa.layers").GlmMoeDsaIndexer,)
+
+
 def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of every indexer module, by fully qualified name."""
     return {
         name: param
         for prefix, module in model.named_modules()
-        if isinstance(module, DeepseekV4Indexer)
+        if isinstance(module, INDEXERS)
         for name, param in module.named_parameters(prefix=prefix)
     }

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import os
 
+from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.checkpoint.config import CheckpointingConfig
 from nemo_automodel.components.models.common.utils import BackendConfig
 from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
 from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexer
 from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
+from nemo_automodel.components.models.deepseek_v32.config import DeepseekV32Config
+from nemo_automodel.components.models.deepseek_v32.layers import DeepseekV32Indexer
+from nemo_automodel.components.models.deepseek_v32.model import DeepseekV32ForCausalLM
+from nemo_automodel.components.models.glm_moe_dsa.model import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import MoE
-from nemo_automodel.components.moe.parallelizer import ExpertParallel, parallelize_model
+from nemo_automodel.components.moe.parallelizer import (
+    ExpertParallel,
+    apply_ac,
+    apply_ep,
+    apply_fsdp,
+    parallelize_model,
+)
+from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+from nemo_automodel.components.utils.model_utils import apply_parameter_freezing, freeze_deepseek_v4_indexer_params
 
 import nemo_automodel_shim
 
@@ -28,12 +41,25 @@ __all__ = [
     "DeepseekV4Config",
     "DeepseekV4ForCausalLM",
     "DeepseekV4Indexer",
+    "DeepseekV32Config",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV32Indexer",
     "ExpertParallel",
+    "GlmMoeDsaConfig",
+    "GlmMoeDsaForCausalLM",
     "MoE",
     "MoEConfig",
+    "PeftConfig",
+    "apply_ac",
+    "apply_ep",
+    "apply_fsdp",
+    "apply_lora_to_linear_modules",
+    "apply_parameter_freezing",
     "cpu_backend",
+    "freeze_deepseek_v4_indexer_params",
     "parallelize_model",
     "plain_checkpointer",
+    "scale_grads_and_clip_grad_norm",
 ]
 
 # For the world launcher: with this imported, a rank starts without importing transformers again.
