@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """``nox -s regress``: the contracts on the pinned release and on the patched one.  ``nox -s tests``: everything else.
 
-With ``nox --no-venv`` nothing is installed, and the interpreter that runs nox runs the sessions.
+``nox -s regress -- --target NAME`` takes another target of ``patches/series.toml``, in an environment of that target's
+requirements.  With ``nox --no-venv`` nothing is installed, and the interpreter that runs nox runs the sessions.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nox
+from packaging.specifiers import SpecifierSet
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["regress", "tests"]
@@ -23,9 +29,13 @@ nox.options.error_on_missing_interpreters = True
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 PATIENCE_S = 20.0
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# Tried from the newest down where a target asks for another Python than the one that runs nox.
+MINORS = range(14, 10, -1)
 
 # What runs the sessions: the environment's interpreter, once that session has run.
 _interpreter = sys.executable
+_installs = False
+_made: dict[str, str] = {}  # interpreters of the environments that this run has made sure of, by digest
 
 
 @nox.session(default=False)
@@ -33,33 +43,40 @@ def environment(session: nox.Session) -> None:
     """Make the environment of the other sessions; one for all of them, since torch is large."""
     if session.virtualenv.venv_backend == "none":
         return
-    global _interpreter
+    global _installs, _interpreter
+    _installs = True
     _interpreter = str(Path(session.bin) / "python")
-    targets = nox.project.load_toml("patches/series.toml")["targets"].values()
-    first, *others = next(target["requirements"] for target in targets if target.get("default"))
-    own = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "tests")
-    digest = hashlib.sha256(json.dumps([first, others, list(own), sys.version]).encode()).hexdigest()
-    stamp = Path(session.virtualenv.location) / "regress-requirements.sha256"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == digest:
-        session.log("requirements unchanged, nothing to install")
+    targets = nox.project.load_toml("patches/series.toml")["targets"]
+    name = _chosen(session.posargs)
+    default = _default(targets)
+    if name in targets and name != default and _needs(targets, name) != _needs(targets, default):
+        session.log(f"not needed: {name} has an environment of its own")
         return
-    stamp.unlink(missing_ok=True)
-    # torch alone and first, so that nothing else chooses its version or build; named again, so that it stays.
-    session.install(first)
-    session.install(first, *others, *own)
-    stamp.write_text(digest, encoding="utf-8")
+    _install(session, _interpreter, Path(session.virtualenv.location), targets, default)
 
 
 @nox.session(venv_backend="none", requires=["environment"])
 def regress(session: nox.Session) -> None:
     """Run the contracts; arguments after `--` go to `python -m ci.regress`."""
-    _python(session, "-m", "ci.regress", *session.posargs)
+    targets = nox.project.load_toml("patches/series.toml")["targets"]
+    name = _chosen(session.posargs)
+    if not _installs or name not in targets:  # an unknown name is refused by the command itself
+        _python(session, _interpreter, "-m", "ci.regress", *session.posargs)
+        return
+    interpreter, ran = _environment_of(session, targets, name)
+    arguments = list(session.posargs)
+    if ran != name:
+        arguments = [argument.replace(name, ran) for argument in arguments]
+    _python(session, interpreter, "-m", "ci.regress", *arguments)
+    if ran != name:
+        session.warn(f"ran the fallback {ran}, not {name}: there is no Python {_key(targets, name, 'python')} here")
 
 
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""
-    _python(session, "-m", "pytest", "tests", "--ignore=tests/browser", *(session.posargs or ["-q", "-n", "2"]))
+    arguments = session.posargs or ["-q", "-n", "2"]
+    _python(session, _interpreter, "-m", "pytest", "tests", "--ignore=tests/browser", *arguments)
 
 
 @nox.session(default=False)
@@ -80,18 +97,107 @@ def page(session: nox.Session) -> None:
 @nox.session(name="bench-gather", venv_backend="none", requires=["environment"], default=False)
 def bench_gather(session: nox.Session) -> None:
     """Time the gather of stock and patched beside another version; arguments after `--` go to the module."""
-    _python(session, "-m", "ci.bench.gather", *session.posargs)
+    _python(session, _interpreter, "-m", "ci.bench.gather", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def impostors(session: nox.Session) -> None:
     """Say which contract catches which almost-right gather."""
-    _python(session, "-m", "ci.impostors", *session.posargs)
+    _python(session, _interpreter, "-m", "ci.impostors", *session.posargs)
 
 
-def _python(session: nox.Session, *arguments: str) -> None:
+def _chosen(arguments: list[str]) -> str | None:
+    """Return what `--target` names."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--target")
+    return parser.parse_known_args(arguments)[0].target
+
+
+def _default(targets: dict[str, Any]) -> str:
+    return next(name for name, target in targets.items() if target.get("default"))
+
+
+def _key(targets: dict[str, Any], name: str, key: str) -> Any:
+    """Return a target's key, or that of the target which it is like (see ``ci/regress/inherit.py``)."""
+    while name is not None:
+        if key in targets[name]:
+            return targets[name][key]
+        name = targets[name].get("like")
+    return None
+
+
+def _needs(targets: dict[str, Any], name: str) -> tuple[list[str], str]:
+    """Return the requirements and the range of Pythons: targets with the same ones share an environment."""
+    return list(_key(targets, name, "requirements") or ()), _key(targets, name, "python") or ""
+
+
+def _environment_of(session: nox.Session, targets: dict[str, Any], name: str) -> tuple[str, str]:
+    """Make a target's environment, and return its interpreter and the target that it is for: the fallback, if any."""
+    requirements, python = _needs(targets, name)
+    if (requirements, python) == _needs(targets, _default(targets)):
+        return _interpreter, name
+    digest = hashlib.sha256(json.dumps([requirements, python]).encode()).hexdigest()[:12]
+    if digest not in _made:
+        found = _find_python(python)
+        if found is None:
+            fallback = targets[name].get("fallback")
+            lack = f"{name} needs Python {python}, none is on PATH as python3.N: install one (uv, pyenv, your system)"
+            if fallback is None:
+                session.error(lack)
+            session.warn(f"{lack}. Running the fallback {fallback}")
+            return _environment_of(session, targets, fallback)
+        place = session.cache_dir / "environments" / digest
+        interpreter = place / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+        if not _runs(str(interpreter)):
+            session.run(found, "-m", "venv", "--clear", str(place), external=True)
+        _install(session, str(interpreter), place, targets, name)
+        _made[digest] = str(interpreter)
+    return _made[digest], name
+
+
+def _find_python(python: str) -> str | None:
+    """Return an interpreter within a range of versions: the one that runs nox, or one that is on PATH."""
+    wanted = SpecifierSet(python)
+    for candidate in (sys.executable, *(shutil.which(f"python3.{minor}") for minor in MINORS)):
+        version = _runs(candidate) if candidate else None
+        if version is not None and wanted.contains(version, prereleases=True):
+            return candidate
+    return None
+
+
+def _runs(interpreter: str) -> str | None:
+    """Return the version of an interpreter, or None if it does not start: a version manager may leave empty shims."""
+    try:
+        done = subprocess.run([interpreter, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.fullmatch(r"Python (\d+\.\d+\.\d+)\S*", done.stdout.strip())
+    return found[1] if found and done.returncode == 0 else None
+
+
+def _install(session: nox.Session, interpreter: str, place: Path, targets: dict[str, Any], name: str) -> None:
+    """Install a target's requirements and the project's own, unless that has been done."""
+    first, *others = _needs(targets, name)[0]
+    own = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "tests")
+    digest = hashlib.sha256(json.dumps([first, others, list(own), sys.version]).encode()).hexdigest()
+    stamp = place / "regress-requirements.sha256"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == digest:
+        session.log("requirements unchanged, nothing to install")
+        return
+    stamp.unlink(missing_ok=True)
+    # torch alone and first, so that nothing else chooses its version or build; named again, so that it stays.
+    _pip(session, interpreter, first)
+    _pip(session, interpreter, first, *others, *own)
+    stamp.write_text(digest, encoding="utf-8")
+
+
+def _pip(session: nox.Session, interpreter: str, *requirements: str) -> None:
+    session.run(interpreter, "-m", "pip", "install", *requirements, external=True, silent=True)
+
+
+def _python(session: nox.Session, interpreter: str, *arguments: str) -> None:
     session.run(
-        _interpreter,
+        interpreter,
         *arguments,
         external=True,
         env=ENVIRONMENT,

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_automodel_shim.components.checkpoint import checkpointing
 from nemo_automodel_shim.components.models.common.indexer_policy import HardTopKIndexer, report_trainable_indexers
 from nemo_automodel_shim.components.models.deepseek_v4.hyper_connections import init_hyper_connections
-from nemo_automodel_shim.components.moe import experts
+from nemo_automodel_shim.components.moe import experts, parallelizer
 
 _PACKAGE = "nemo_automodel"
 
@@ -25,6 +25,7 @@ KNOWN_RELEASES: dict[str, dict[str, str]] = {
         "nemo_automodel/components/checkpoint/checkpointing.py": "457312ad1e358d135b942fd6206b67a08fcf07e8",
         "nemo_automodel/components/checkpoint/config.py": "854cdae0619d666accc2ece6639b40e686a4890c",
         "nemo_automodel/components/checkpoint/stateful_wrappers.py": "36dd0259afd853c2e0f552e8f9bf768a686afd97",
+        "nemo_automodel/components/distributed/config.py": "a8b64d4a5e93fa11d714bf64a462c2915abc4d5c",
         "nemo_automodel/components/models/deepseek_v32/config.py": "7750eff88e1d821e6eb1a76110a95c2565dde1d7",
         "nemo_automodel/components/models/deepseek_v32/layers.py": "19c0d7183ab05c3c33fb9060e9c0789634e6f672",
         "nemo_automodel/components/models/deepseek_v32/model.py": "ea52443f49f931e4592266b5279f1d986884cdf8",
@@ -34,7 +35,9 @@ KNOWN_RELEASES: dict[str, dict[str, str]] = {
         "nemo_automodel/components/models/deepseek_v4/mtp.py": "266a5ed7d7ac1a5233bcb2bb73d40fb8a301fe40",
         "nemo_automodel/components/models/glm_moe_dsa/model.py": "c28e9043e7d1b343c490346320124a75d8f863f7",
         "nemo_automodel/components/moe/experts.py": "abb866e071f058cd014fbca25e57843d725c4d1e",
+        "nemo_automodel/components/moe/parallelizer.py": "e4eb0c0057190fe0151ee84e4c2eda1b62f34af8",
         "nemo_automodel/components/utils/model_utils.py": "528624fdd048487aabe7faf68c6f1b955d729f0a",
+        "nemo_automodel/recipes/_dist_utils.py": "ff6b6e788a9d40c6a87f4f74d2064dd8cc8af48c",
     },
 }
 
@@ -48,7 +51,9 @@ class UnknownReleaseError(RuntimeError):
 def install() -> str:
     """Put the fixes into the release that ``import nemo_automodel`` finds.
 
-    Objects that were imported earlier are covered: classes are changed in place. A second call does nothing.
+    Objects that were imported earlier are covered: classes are changed in place. So is ``parallelize_model``, but for
+    the spellings of a checkpointing mode: those are read where it is looked up in its module. A second call does
+    nothing.
 
     Returns:
         The release, one of ``KNOWN_RELEASES``.
@@ -146,6 +151,19 @@ def _changes() -> list[tuple[Any, str, Any]]:
             float(getattr(self.config, "initializer_range", 0.02)),
         )
 
+    upstream_parallelizer = _module("components.moe.parallelizer")
+    changes += [
+        (upstream_parallelizer, "apply_ac", parallelizer.guarded_apply_ac(upstream_parallelizer)),
+        (
+            upstream_parallelizer,
+            "parallelize_model",
+            parallelizer.with_known_modes(upstream_parallelizer.parallelize_model),
+        ),
+    ]
+    distributed = _module("components.distributed.config")
+    for name in ("DistributedSetup", "FSDP2Config", "MegatronFSDPConfig", "DDPConfig"):
+        setting = getattr(distributed, name)
+        changes.append((setting, "__init__", _then(setting.__init__, parallelizer.read_mode)))
     changes.append((model, "initialize_weights", _after(initialised, model.initialize_weights)))
     freeze = model_utils.freeze_deepseek_v4_indexer_params
     changes.append((model_utils, "freeze_deepseek_v4_indexer_params", _unless_trained(freeze)))

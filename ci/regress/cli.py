@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,23 +26,24 @@ from rich.text import Text
 from ci.regress import OUTPUT, PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, page, report, sides, verdict, worktree
 from ci.regress.errors import FetchError, RegressError, SideError, UsageError
 from ci.regress.manifest import Target
-from ci.regress.records import CollectedTest, CollectionError, Outcome, SideRecord, TestRecord
+from ci.regress.records import CollectedTest, CollectionError, ExceptionRecord, Outcome, SideRecord, TestRecord
 from ci.regress.verdict import Verdict
 
 _DESCRIPTION = """\
-Show which defects of a pinned Automodel release are real, and that the patch series cures them: the contracts run on
-the release as it is (stock), then on the same tree after `git am` of the series (patched).
+Show which defects of a pinned release are real, and that the patch series cures them: the contracts run on the release
+as it is (stock), then on the same tree after `git am` of the series (patched).
 """
 _EPILOG = """\
 exit status:
   0  every contract is as declared in patches/series.toml
   1  some verdict is not as declared: regression, broken, a claimed fix that is open, ...
-  2  the run could not take place: bad usage, wrong hash, registry out of reach, no git, not an Automodel tree, a patch
-     that does not apply, contract files that collect nothing, a package that this environment lacks
+  2  the run could not take place: bad usage, wrong hash, registry out of reach, no git, a tree of another project,
+     a patch that does not apply, contract files that collect nothing, a package that this environment lacks
   130, 143  interrupted (^C), terminated; 141: whoever read the output has gone
 
 This interpreter runs the contracts and nothing is installed; `nox -s regress` makes an environment first.
 """
+_INAPPLICABLE = "ci.regress.NotApplicable"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -59,6 +63,7 @@ class _Run:
     warnings: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # what became of each patch
     stock: dict[str, list[TestRecord]] = field(default_factory=dict)  # finished contracts of the first side
+    extra: tuple[Path, ...] = ()  # packages beside the target's own, for import
 
     def say(self, line: str) -> None:
         """Print a line of progress, unless --quiet."""
@@ -149,14 +154,16 @@ def _main(options: argparse.Namespace) -> int:
     if options.list:
         _list(loaded, patches, console)
         return 0
-    _check_usage(options, target)
-    _preflight(target)
+    _check_usage(options, name, target)
+    _preflight(name, target)
     reports = (options.report_dir or OUTPUT / name.replace("/", "-")).resolve()
     _prepare_reports(reports)
     with _work_directory(options.keep, console) as work:
         git = worktree.Git(work / "git", loaded.identity)
         only = tuple(dict.fromkeys(options.only))
         run = _Run(options, patches, console, name, target, git, work, reports, only)
+        for line in _other_versions(target):
+            run.warn(line)
         records, source = _run_sides(run)
         result = _judge(run, records, source, time.monotonic() - began)
     try:
@@ -180,7 +187,7 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def _check_usage(options: argparse.Namespace, target: Target) -> None:
+def _check_usage(options: argparse.Namespace, name: str, target: Target) -> None:
     if options.git is not None and options.tree is not None:
         raise UsageError("--git and --tree exclude each other")
     for option, given in (("--apply", options.apply), ("--require-green", options.require_green)):
@@ -194,14 +201,27 @@ def _check_usage(options: argparse.Namespace, target: Target) -> None:
         raise UsageError("--with-shim: this target has no `shim` in series.toml")
     if options.tree is not None:
         fetch.check_tree(options.tree, target)
+    elif options.git is None and target.wheel is None:
+        raise UsageError(f"{name} has no wheel: its commit is in git only", "give a clone with --git PATH")
+    if options.git is not None and target.commit is None:
+        raise UsageError(f"--git: the commit of {name} is not known", "leave --git out: its wheel is fetched")
     for contract in options.only:
         if contract not in target.contracts:
             known = ", ".join(sorted(target.contracts)) or "none"
             raise UsageError(f"--only {contract}: not declared in series.toml; known: {known}")
+    reasons = target.inapplicable()
+    if options.only and all(contract in reasons for contract in options.only):
+        why = "; ".join(dict.fromkeys(reasons[contract] for contract in options.only))
+        raise UsageError(f"--only: nothing to run, none of these applies to {name}: {why}")
 
 
-def _preflight(target: Target) -> None:
-    """Raise ``SideError`` if this interpreter lacks a module that the contracts need."""
+def _preflight(name: str, target: Target) -> None:
+    """Raise ``SideError`` if this interpreter is of a wrong version, or lacks a module that the contracts need."""
+    if not target.suits_python(platform.python_version()):
+        hint = f"`nox -s regress -- --target {name}` looks for one"
+        if target.fallback is not None:
+            hint += f"; this one will do for --target {target.fallback}"
+        raise SideError(f"{name} needs Python {target.python}; {sys.executable} is {platform.python_version()}", hint)
     absent = []
     for module in target.imports:
         try:
@@ -213,8 +233,22 @@ def _preflight(target: Target) -> None:
     if absent:
         raise SideError(
             f"environment lacks {', '.join(absent)} ({sys.executable}); needs {', '.join(target.imports)}",
-            "`nox -s regress` makes an environment that has them",
+            f"`nox -s regress -- --target {name}` makes an environment that has them",
         )
+
+
+def _other_versions(target: Target) -> list[str]:
+    """Return where this environment is not the one that the target requires, in words."""
+    found = []
+    for text in target.requirements:
+        requirement = Requirement(text)
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # what is imported has been looked for
+        if not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"this environment has {requirement.name} {version}; the target requires {text}")
+    return found
 
 
 def _prepare_reports(directory: Path) -> None:
@@ -247,6 +281,7 @@ def _run_sides(run: _Run) -> tuple[list[SideRecord], report.Source]:
     stock = run.work / "stock"
     source, commit = _obtain(run, stock, series)
     run.say(f"tree: {source.describe}")
+    run.extra = _extra_imports(run)
     if run.options.tree is not None and not run.options.apply:
         return [_run_side(run, "as-is", stock, commit)], source
     patched = run.work / "patched"
@@ -273,7 +308,7 @@ def _present_patches(run: _Run) -> list[Path]:
 def _obtain(run: _Run, stock: Path, series: list[Path]) -> tuple[report.Source, str]:
     """Fill the stock tree, and return where it comes from and the commit it stands at."""
     target, options = run.target, run.options
-    pinned = f"{target.project} {target.tag} (commit {target.commit[:9]})"
+    pinned = f"{target.project} {target.tag} ({target.pin})"
     if options.git is not None:
         fetch.fetch_git(options.git, target, stock, run.git, run.say)
         fetch.check_blobs(stock, target, f"--git {options.git}")
@@ -289,17 +324,33 @@ def _obtain(run: _Run, stock: Path, series: list[Path]) -> tuple[report.Source, 
         commit = worktree.commit_all(run.git, stock, f"Copy of {path.name} as it stands")
         what = f"{path} ({state})"
         return report.Source(kind="tree", location=str(path), commit=state, describe=what), commit
-    if target.wheel is None:
-        raise UsageError(f"{run.target_name} has no wheel: its commit is in git only", "give a clone with --git PATH")
-    cache = (options.wheel_cache or WHEEL_CACHE).resolve()
-    wheel = fetch.fetch_wheel(target.wheel, cache, run.say)
+    wheel = fetch.fetch_wheel(target.wheel, _cache(run), run.say)
     fetch.unpack_wheel(wheel, stock)
     if not (stock / target.package).is_dir():
         raise FetchError(f"{wheel.name} holds no {target.package}/", "correct `package` or `wheel` in series.toml")
     fetch.check_blobs(stock, target, wheel.name)
     commit = worktree.commit_all(run.git, stock, f"{target.project} {target.tag}")
-    what = f"{wheel.name}, which stands for commit {target.commit[:9]} ({target.tag} of {target.repository})"
+    if target.commit is None:
+        what = f"{wheel.name} ({target.tag} of {target.repository})"
+        return report.Source(kind="wheel", location=wheel.name, commit="", describe=what), commit
+    what = f"{wheel.name}, which stands for {target.pin} ({target.tag} of {target.repository})"
     return report.Source(kind="wheel", location=wheel.name, commit=target.commit, describe=what), target.commit
+
+
+def _cache(run: _Run) -> Path:
+    return (run.options.wheel_cache or WHEEL_CACHE).resolve()
+
+
+def _extra_imports(run: _Run) -> tuple[Path, ...]:
+    """Fetch the target's extra wheels, and return what of each is put beside the target for import."""
+    found: list[Path] = []
+    for wheel in run.target.extra_wheels:
+        place = run.work / "extra" / wheel.package
+        fetch.unpack_wheel(fetch.fetch_wheel(wheel, _cache(run), run.say), place)
+        if not (place / wheel.package).is_dir():
+            raise FetchError(f"{wheel.filename} holds no {wheel.package}/", "correct `extra_wheels` in series.toml")
+        found += [place / wheel.package, *sorted(place.glob("*.dist-info"))]
+    return tuple(found)
 
 
 def _fork_state(git: worktree.Git, path: Path) -> str:
@@ -326,6 +377,9 @@ def _run_side(run: _Run, name: str, tree: Path, commit: str, shim: str | None = 
         log=run.reports / f"{name}.log",
         timeout_s=run.options.timeout,
         only=run.only,
+        without=tuple(run.target.inapplicable()),
+        ignored=_inapplicable_files(run),
+        extra=run.extra,
         shim=shim,
     )
 
@@ -364,7 +418,8 @@ def _check_collection(
     if empty:
         raise SideError(f"{where}: contract files that collect nothing: {', '.join(empty)}", "a file without tests")
     found = {test.contract for test in tests}
-    wanted = run.only or tuple(run.target.contracts)
+    reasons = run.target.inapplicable()
+    wanted = [contract for contract in run.only or run.target.contracts if contract not in reasons]
     lost = [contract for contract in wanted if contract not in found and not _mentioning(run, contract, errors)]
     if lost:
         raise SideError(
@@ -377,13 +432,23 @@ def _check_collection(
 
 def _mentioning(run: _Run, contract: str, errors: list[CollectionError]) -> list[CollectionError]:
     """Return the files that could not be collected and that name a contract."""
-    quoted = (f'"{contract}"', f"'{contract}'")
+    return [error for error in errors if _names(_contract_file(run, error.file), contract)]
+
+
+def _names(file: Path, contract: str) -> bool:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return f'"{contract}"' in text or f"'{contract}'" in text
+
+
+def _inapplicable_files(run: _Run) -> tuple[Path, ...]:
+    """Return the contract files that are about nothing but what does not apply: they need not be importable."""
+    reasons = run.target.inapplicable()
     found = []
-    for error in errors:
-        text = _contract_file(run, error.file).read_text(encoding="utf-8", errors="replace")
-        if any(name in text for name in quoted):
-            found.append(error)
-    return found
+    for file in sorted(_contracts(run).rglob("test_*.py")) if reasons else []:
+        named = [contract for contract in run.target.contracts if _names(file, contract)]
+        if named and all(contract in reasons for contract in named):
+            found.append(file)
+    return tuple(found)
 
 
 def _contracts(run: _Run) -> Path:
@@ -426,6 +491,20 @@ def _tests_by_contract(run: _Run, record: SideRecord) -> dict[str, list[TestReco
     found: dict[str, list[TestRecord]] = {}
     for test in record.tests:
         found.setdefault(test.contract, []).append(test)
+    for contract, reason in run.target.inapplicable().items():
+        if not run.only or contract in run.only:
+            why = ExceptionRecord(type=_INAPPLICABLE, lineage=[_INAPPLICABLE], message=reason)
+            found[contract] = [
+                TestRecord(
+                    nodeid=contract,
+                    contract=contract,
+                    meaning="does not apply to this target",
+                    outcome=Outcome.NOT_RUN,
+                    phase="collect",
+                    exception=why,
+                    text=reason,
+                )
+            ]
     names = run.only or tuple(run.target.contracts)
     for error in record.collection_errors:
         ids = [name for name in names if error in _mentioning(run, name, record.collection_errors)]
@@ -481,7 +560,8 @@ def _list(loaded: manifest.Manifest, patches: Path, console: Console) -> None:
     for name, target in loaded.targets.items():
         absent = {patch.file for patch in manifest.absent_patches(target, patches)}
         default = " (default)" if target.default else ""
-        console.print(Text(f"{name}{default}: {target.repository} {target.tag} {target.commit}", style="bold"))
+        pin = target.commit or f"(wheel {target.wheel.sha256})"
+        console.print(Text(f"{name}{default}: {target.repository} {target.tag} {pin}", style="bold"))
         series = Table(box=None, pad_edge=False)
         for title in ("patch", "status", "cures", "reason"):
             series.add_column(title, overflow="fold")
@@ -491,7 +571,11 @@ def _list(loaded: manifest.Manifest, patches: Path, console: Console) -> None:
         contracts = Table(box=None, pad_edge=False)
         for title in ("contract", "expected", "on stock"):
             contracts.add_column(title, overflow="fold")
+        reasons = target.inapplicable()
         for contract, declared in target.contracts.items():
+            if contract in reasons:
+                contracts.add_row(contract, "not applicable", Text(reasons[contract]))
+                continue
             stock = declared.signature.describe() if declared.signature is not None else "green"
             contracts.add_row(contract, target.expectation(contract).value, Text(stock))
         console.print(series, "", contracts, "")

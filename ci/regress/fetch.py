@@ -162,7 +162,7 @@ def check_tree(path: Path, target: Target) -> None:
     landmark = target.landmark or f"{target.package}/__init__.py"
     if not (path / landmark).is_file():
         raise TreeError(
-            f"--tree {path}: not an Automodel tree: looked for {landmark} in it and found no such file",
+            f"--tree {path}: not a tree of {target.project}: looked for {landmark} in it and found no such file",
             f"give the directory that contains {target.package}/",
         )
 
@@ -211,7 +211,7 @@ def check_blobs(tree: Path, target: Target, what: str) -> None:
             wrong.append(f"    {name}: blob {found}, series.toml pins {expected}")
     if wrong:
         raise FetchError(
-            f"{what} is not {target.tag} ({target.commit[:9]}):\n" + "\n".join(wrong),
+            f"{what} is not {target.tag} ({target.pin}):\n" + "\n".join(wrong),
             "correct `blobs` in series.toml if the pin is wrong; the patches are made for exactly these files",
         )
 

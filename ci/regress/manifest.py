@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from ci.regress import inherit
 from ci.regress.errors import ManifestError, UsageError
 
 FILE = "series.toml"
@@ -42,6 +45,22 @@ def _pattern(value: str) -> str:
         re.compile(value)
     except re.error as exc:
         raise ValueError(f"is not a regular expression: {exc}") from exc
+    return value
+
+
+def _specifier(value: str) -> str:
+    try:
+        SpecifierSet(value)
+    except InvalidSpecifier as exc:
+        raise ValueError(f"is no range of versions: {exc}") from exc
+    return value
+
+
+def _requirement(value: str) -> str:
+    try:
+        Requirement(value)
+    except InvalidRequirement as exc:
+        raise ValueError(f"is no requirement: {exc}") from exc
     return value
 
 
@@ -156,25 +175,60 @@ class Patch(_Model):
     adds: dict[RelativePath, RelativePath] = {}
 
 
+class ExtraWheel(Wheel):
+    """Another project's wheel, unpacked beside the target for its imports; what it requires is not installed."""
+
+    package: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*$")]
+
+
+class NotApplicable(_Model):
+    """Contracts that say nothing about a target, and why."""
+
+    reason: Text
+    contracts: tuple[ContractId, ...] = Field(min_length=1)
+
+
 class Target(_Model):
-    """A release: where it comes from, what its contracts need, and the series made for it."""
+    """A release: where it comes from, what its contracts need, and the series made for it.
+
+    What a target with ``like`` takes over stands in ``ci.regress.inherit``; here everything is in place.
+    """
 
     default: bool = False
+    like: Text | None = None
+    without: dict[str, Text] = {}  # patches of the other series that this one lacks (number and suffix left out): why
+    fallback: Text | None = None  # the target that runs where no interpreter of the range `python` is found
     project: Text
     repository: Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
-    commit: ObjectId
+    commit: ObjectId | None = None  # None: only the wheel is known
     tag: Text
     package: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*$")]
     landmark: RelativePath | None = None
     shim: ModuleName | None = None
     series: RelativePath
     suite: RelativePath  # the folder of its contracts, from the root of this repository
-    requirements: tuple[Text, ...] = ()
+    python: Annotated[str, AfterValidator(_specifier)] = ""  # a range of versions; empty: whatever runs this project
+    requirements: tuple[Annotated[str, AfterValidator(_requirement)], ...] = ()
     imports: tuple[ModuleName, ...] = ()
     wheel: Wheel | None = None  # None: the commit is in git only
+    extra_wheels: tuple[ExtraWheel, ...] = ()
     blobs: dict[RelativePath, ObjectId] = {}
     patches: tuple[Patch, ...] = ()
     contracts: dict[ContractId, Contract] = {}
+    not_applicable: tuple[NotApplicable, ...] = ()
+
+    @property
+    def pin(self) -> str:
+        """What identifies the release in a line of text."""
+        return f"commit {self.commit[:9]}" if self.commit is not None else f"sha256 {self.wheel.sha256[:9]}"
+
+    def inapplicable(self) -> dict[str, str]:
+        """Return the contracts that say nothing about this target, each with the reason."""
+        return {contract: entry.reason for entry in self.not_applicable for contract in entry.contracts}
+
+    def suits_python(self, version: str) -> bool:
+        """Return whether a version of Python is in the target's range."""
+        return SpecifierSet(self.python).contains(version, prereleases=True)
 
     def expectation(self, contract: str) -> Expectation:
         """Return what a run must show for a declared contract.  Raises ``KeyError`` for an undeclared one."""
@@ -233,13 +287,23 @@ def load(patches: Path) -> Manifest:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ManifestError(f"{shown}: not TOML: {exc}") from exc
     try:
-        manifest = Manifest.model_validate(data)
+        manifest = Manifest.model_validate(_resolved(data))
+    except inherit.InheritanceError as exc:
+        raise ManifestError(f"{shown}: {exc}") from exc
     except ValidationError as exc:
         raise ManifestError("\n".join(f"{shown}: {line}" for line in _explain(exc))) from exc
     problems = [*_contradictions(manifest), *_unlisted(manifest, patches)]
     if problems:
         raise ManifestError("\n".join(f"{shown}: {line}" for line in problems))
     return manifest
+
+
+def _resolved(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the file with every target's ``like`` followed; what is no table is left to the schema."""
+    targets = data.get("targets")
+    if not isinstance(targets, dict) or not all(isinstance(table, dict) for table in targets.values()):
+        return data
+    return {**data, "targets": {name: inherit.resolve(targets, name) for name in targets}}
 
 
 def absent_patches(target: Target, patches: Path) -> list[Patch]:
@@ -285,6 +349,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
         problems.append(f"more than one default target: {', '.join(defaults)}")
     for name, target in manifest.targets.items():
         where = f'targets."{name}"'
+        problems += _target_contradictions(manifest, where, target)
         for number, patch in enumerate(target.patches, start=1):
             found = int(patch.file[:4])
             if found != number:
@@ -305,6 +370,32 @@ def _contradictions(manifest: Manifest) -> list[str]:
                         f'{where}.contracts."{contract}".stock: "green", yet {patch.file} claims to cure it; '
                         "declare how it fails, or take it out of `cures`"
                     )
+    return problems
+
+
+def _target_contradictions(manifest: Manifest, where: str, target: Target) -> list[str]:
+    problems = []
+    if target.wheel is None and target.commit is None:
+        problems.append(f"{where}: needs `wheel` or `commit`")
+    if target.fallback is not None and target.fallback not in manifest.targets:
+        problems.append(f"{where}.fallback: there is no target {target.fallback!r}")
+    if target.without and target.like is None:
+        problems.append(f"{where}.without: needs `like`")
+    elif target.like is not None:
+        theirs = {inherit.slug({"file": patch.file}) for patch in manifest.targets[target.like].patches}
+        unknown = sorted(set(target.without) - theirs)
+        if unknown:
+            problems.append(f"{where}.without: {target.like} has no patch {', '.join(unknown)}")
+    for index, entry in enumerate(target.not_applicable):
+        undeclared = [contract for contract in entry.contracts if contract not in target.contracts]
+        if undeclared:
+            problems.append(f"{where}.not_applicable[{index}]: not declared: {', '.join(undeclared)}")
+    if len(target.inapplicable()) != sum(len(entry.contracts) for entry in target.not_applicable):
+        problems.append(f"{where}.not_applicable: a contract is named twice")
+    for number, patch in enumerate(target.patches):
+        curing = [contract for contract in patch.cures if contract in target.inapplicable()]
+        if curing:
+            problems.append(f"{where}.patches[{number}].cures: not applicable here: {', '.join(curing)}")
     return problems
 
 

@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--regress-events", type=Path, help="file to which reports are appended")
     group.addoption("--regress-artifacts", type=Path, help="directory that all sides of a run share")
     group.addoption("--regress-only", action="append", default=[], metavar="CONTRACT")
+    group.addoption("--regress-without", action="append", default=[], metavar="CONTRACT", help="does not apply")
     group.addoption("--regress-shim", help="module whose install() is called before collection")
     group.addoption("--regress-lifeline", type=int, help="descriptor that closes when the runner is gone")
 
@@ -154,7 +155,8 @@ class Reporter:
                 self.abort(f'{item.nodeid}: needs @pytest.mark.contract("area.name", meaning="one line")')
             collected.append({"nodeid": item.nodeid, "contract": identity, "meaning": meaning})
         only = set(self.config.getoption("--regress-only"))
-        chosen = [one for one in collected if not only or one["contract"] in only]
+        without = set(self.config.getoption("--regress-without"))
+        chosen = [one for one in collected if (not only or one["contract"] in only) and one["contract"] not in without]
         names = {one["nodeid"] for one in chosen}
         dropped = [item for item in items if item.nodeid not in names]
         if dropped:

@@ -113,7 +113,7 @@ def contract_side(tests: Sequence[TestRecord], state: State) -> ContractSide:
         tests=len(tests),
         not_run=sum(test.outcome == "not-run" for test in tests),
         duration_s=sum(test.duration_s for test in tests),
-        headline=headline(first) if first is not None else "",
+        headline=headline(first, with_type=first.outcome != "not-run") if first is not None else "",
         measured=measured,
     )
 

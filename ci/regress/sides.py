@@ -56,6 +56,9 @@ class Side:
     log: Path
     timeout_s: float
     only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # contracts that do not apply
+    ignored: tuple[Path, ...] = ()  # files of none but those: not even imported
+    extra: tuple[Path, ...] = ()  # more packages for import, and what describes them
     shim: str | None = None
 
 
@@ -86,6 +89,8 @@ def run_side(side: Side, progress: Progress) -> SideRecord:
         directory.mkdir(parents=True)
     # Only the package: an upstream tree also has a top-level `tests`, which would stand in the way of ours.
     (imports / side.package).symlink_to(side.tree / side.package, target_is_directory=True)
+    for entry in side.extra:
+        (imports / entry.name).symlink_to(entry, target_is_directory=True)
     events = home / "events.jsonl"
     events.touch()
     token = uuid.uuid4().hex
@@ -125,8 +130,11 @@ def _command(side: Side, events: Path, base: Path, lifeline: int) -> list[str]:
     command += ["--regress-side", side.name, "--regress-tree", str(side.tree), "--regress-package", side.package]
     command += ["--regress-events", str(events), "--regress-artifacts", str(side.artifacts)]
     command += ["--regress-lifeline", str(lifeline)]
+    command += [f"--ignore={file}" for file in side.ignored]
     for contract in side.only:
         command += ["--regress-only", contract]
+    for contract in side.without:
+        command += ["--regress-without", contract]
     if side.shim is not None:
         command += ["--regress-shim", side.shim]
     return command
@@ -146,6 +154,7 @@ def _environment(side: Side, imports: Path, temporary: Path, token: str) -> dict
         "PYTHONUNBUFFERED": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "CONTRACT_TREE": str(side.tree),
+        "CONTRACT_PACKAGE": side.package,
         "CONTRACT_COMMIT": side.commit,
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",

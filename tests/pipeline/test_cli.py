@@ -60,7 +60,7 @@ def test_environment_lacks_a_package(capsys: pytest.CaptureFixture[str], project
     status, out = call(capsys, project)
     assert status == 2
     assert "environment lacks no_such_module, no_such.package" in out
-    assert "`nox -s regress` makes an environment" in out
+    assert "`nox -s regress -- --target fake/v9` makes an environment" in out
 
 
 def test_list(capsys: pytest.CaptureFixture[str], cured: Project) -> None:

@@ -138,7 +138,7 @@ def test_wrong_blob_in_the_wheel(cured: Project) -> None:
     result = cured.run()
     assert result.status == 2
     found = blob_id(STOCK.encode())
-    assert "nemo_automodel-9.9.9-py3-none-any.whl is not v9 (111111111):" in result.err
+    assert "nemo_automodel-9.9.9-py3-none-any.whl is not v9 (commit 111111111):" in result.err
     assert f"{MODULE}: blob {found}, series.toml pins {'a' * 40}" in result.err
     assert f"nemo_automodel/gone.py: blob absent, series.toml pins {'b' * 40}" in result.err
 
@@ -325,7 +325,7 @@ def test_no_automodel_tree(cured: Project, place: str) -> None:
     if place == "nowhere":
         assert "no such directory" in result.err
     else:
-        assert f"not an Automodel tree: looked for {MODULE} in it" in result.err
+        assert f"not a tree of fake: looked for {MODULE} in it" in result.err
 
 
 def test_landmark_defaults_to_the_package(cured: Project, tmp_path: Path) -> None:

@@ -102,9 +102,57 @@ def test_nox_installs_once(project: Project) -> None:
     assert said.count("pip install nemo-automodel==9.9.9") == 2
     assert said.index("pip install") < said.index("ran with ['--only', 'a.b']")
     second = run_nox(directory, "-s", "regress", **pip)
-    assert second.returncode == 0
+    assert second.returncode == 0, second.stdout
     assert "pip install" not in second.stdout
     assert "requirements unchanged" in second.stdout
     write_files(directory, {"pyproject.toml": '[dependency-groups]\ntests = ["nemo-automodel>=9"]\n'})
     third = run_nox(directory, "-s", "regress", **pip)
     assert "pip install nemo-automodel==9.9.9 'nemo-automodel>=9'" in third.stdout
+
+
+TARGETS_OF_NOX = """\
+[targets.x]
+default = true
+requirements = ["no-such-distribution==0"]
+[targets.y]
+requirements = ["nemo-automodel==9.9.9"]
+[targets.z]
+like = "y"
+[targets.future]
+like = "y"
+python = ">=4"
+fallback = "z"
+[targets.stuck]
+like = "y"
+python = ">=4"
+"""
+
+
+def test_nox_makes_an_environment_for_a_target(project: Project) -> None:
+    project.write()
+    directory = project.root / "checkout"
+    files = {
+        "noxfile.py": (REPOSITORY / "noxfile.py").read_text(),
+        "pyproject.toml": "[dependency-groups]\ntests = []\n",
+        "patches/series.toml": TARGETS_OF_NOX,
+        "ci/regress/__main__.py": "import nemo_automodel, sys\nprint('ran with', sys.argv[1:])\n",
+    }
+    write_files(directory, files)
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project.wheel.parent), "PIP_CONFIG_FILE": os.devnull}
+    first = run_nox(directory, "-s", "regress", "--", "--target", "y", **pip)
+    assert first.returncode == 0, first.stdout
+    assert "not needed: y has an environment of its own" in first.stdout
+    assert "no-such-distribution" not in first.stdout
+    assert "ran with ['--target', 'y']" in first.stdout
+    shared = run_nox(directory, "-s", "regress", "--", "--target=z", **pip)
+    assert shared.returncode == 0, shared.stdout
+    assert "requirements unchanged" in shared.stdout
+    assert "pip install" not in shared.stdout
+    fallback = run_nox(directory, "-s", "regress", "--", "--target", "future", "--quiet", **pip)
+    assert fallback.returncode == 0, fallback.stdout
+    assert "future needs Python >=4, none is on PATH" in fallback.stdout
+    assert "ran with ['--target', 'z', '--quiet']" in fallback.stdout
+    assert "ran the fallback z, not future" in fallback.stdout
+    stuck = run_nox(directory, "-s", "regress", "--", "--target", "stuck", **pip)
+    assert stuck.returncode == 1
+    assert "install one (uv, pyenv, your system)" in stuck.stdout

@@ -124,16 +124,17 @@ def process_group(context: RankContext, store: dist.Store | None, timeout: float
 
 
 def check_tree() -> None:
-    """Raise ``SetupError`` if ``nemo_automodel`` was imported from outside ``$CONTRACT_TREE``."""
+    """Raise ``SetupError`` if the package under test was imported from outside ``$CONTRACT_TREE``."""
     tree = os.environ.get("CONTRACT_TREE")
-    module = sys.modules.get("nemo_automodel")
+    package = os.environ.get("CONTRACT_PACKAGE", "nemo_automodel")
+    module = sys.modules.get(package)
     if not tree or module is None:
         return
     wanted = os.path.realpath(tree)
     files = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
     for found in map(os.path.realpath, files):
         if os.path.commonpath([found, wanted]) != wanted:
-            raise SetupError(f"nemo_automodel comes from {found}, which is not under CONTRACT_TREE={wanted}")
+            raise SetupError(f"{package} comes from {found}, which is not under CONTRACT_TREE={wanted}")
 
 
 # ------------------------------------------------------------------------------------------------ reports

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from nemo_automodel.components.utils.model_utils import freeze_deepseek_v4_indexer_params
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,6 @@ from tests.contracts.automodel.upstream import (
     PeftConfig,
     apply_lora_to_linear_modules,
     apply_parameter_freezing,
-    freeze_deepseek_v4_indexer_params,
     parallelize_model,
 )
 from tests.support.world import RankContext

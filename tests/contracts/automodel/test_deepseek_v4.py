@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
 from torch import nn
 
 from tests.contracts.automodel import indexer_ranks
 from tests.contracts.automodel.tiny_models import build_deepseek_v4, indexer_parameters
-from tests.contracts.automodel.upstream import PRELOAD, DeepseekV4ForCausalLM, cpu_backend
+from tests.contracts.automodel.upstream import PRELOAD, cpu_backend
 from tests.contracts.outcomes import PreconditionError
 from tests.support.world import run_world
 

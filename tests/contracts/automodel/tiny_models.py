@@ -7,19 +7,16 @@ import importlib
 import importlib.util
 
 import torch
+from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
+from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexer
+from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
+from nemo_automodel.components.models.deepseek_v32.config import DeepseekV32Config
+from nemo_automodel.components.models.deepseek_v32.layers import DeepseekV32Indexer
+from nemo_automodel.components.models.deepseek_v32.model import DeepseekV32ForCausalLM
+from nemo_automodel.components.models.glm_moe_dsa.model import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from torch import nn
 
-from tests.contracts.automodel.upstream import (
-    DeepseekV4Config,
-    DeepseekV4ForCausalLM,
-    DeepseekV4Indexer,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    DeepseekV32Indexer,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    cpu_backend,
-)
+from tests.contracts.automodel.upstream import cpu_backend
 
 VOCABULARY = 256
 # What multi-head latent attention with an indexer in each of two layers needs, in FP32.

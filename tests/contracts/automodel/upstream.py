@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream names that contracts use, from whichever tree this side imports.
+"""The upstream names that contracts use and every release has, from whichever tree this side imports.
+
+What only some releases have is imported where it is used, so that the other contracts run without it.
 
 Rank processes import this module before anything else, so that a side that runs with the shim has it there too.
 """
@@ -12,13 +14,6 @@ from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linea
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.checkpoint.config import CheckpointingConfig
 from nemo_automodel.components.models.common.utils import BackendConfig
-from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
-from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4Indexer
-from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
-from nemo_automodel.components.models.deepseek_v32.config import DeepseekV32Config
-from nemo_automodel.components.models.deepseek_v32.layers import DeepseekV32Indexer
-from nemo_automodel.components.models.deepseek_v32.model import DeepseekV32ForCausalLM
-from nemo_automodel.components.models.glm_moe_dsa.model import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import MoE
 from nemo_automodel.components.moe.parallelizer import (
@@ -29,7 +24,7 @@ from nemo_automodel.components.moe.parallelizer import (
     parallelize_model,
 )
 from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
-from nemo_automodel.components.utils.model_utils import apply_parameter_freezing, freeze_deepseek_v4_indexer_params
+from nemo_automodel.components.utils.model_utils import apply_parameter_freezing
 
 import nemo_automodel_shim
 
@@ -38,15 +33,7 @@ __all__ = [
     "BackendConfig",
     "Checkpointer",
     "CheckpointingConfig",
-    "DeepseekV4Config",
-    "DeepseekV4ForCausalLM",
-    "DeepseekV4Indexer",
-    "DeepseekV32Config",
-    "DeepseekV32ForCausalLM",
-    "DeepseekV32Indexer",
     "ExpertParallel",
-    "GlmMoeDsaConfig",
-    "GlmMoeDsaForCausalLM",
     "MoE",
     "MoEConfig",
     "PeftConfig",
@@ -56,7 +43,6 @@ __all__ = [
     "apply_lora_to_linear_modules",
     "apply_parameter_freezing",
     "cpu_backend",
-    "freeze_deepseek_v4_indexer_params",
     "parallelize_model",
     "plain_checkpointer",
     "scale_grads_and_clip_grad_norm",
