@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections import Counter
@@ -68,7 +69,7 @@ def test_links_lead_somewhere(tree: Element) -> None:
     assert [name for name, number in ids.items() if number > 1 or re.search(r"\s", name)] == []
     links = [element.get("href") for element in tree.iter("a")]
     assert len(links) > 2 * len(TARGET.patches)
-    assert [link for link in links if not (link.startswith("https://") or link[:1] == "#" and link[1:] in ids)] == []
+    assert [link for link in links if not (link.startswith("https://") or (link[:1] == "#" and link[1:] in ids))] == []
     referred = {
         name for element in tree.iter() for name in element.get("aria-labelledby", "").split() if element.get("id")
     }
@@ -86,7 +87,7 @@ def test_structure(tree: Element) -> None:
     assert body.find(".//nav").get("aria-label")
     levels = [int(element.tag[1]) for element in tree.iter() if re.fullmatch(r"h[1-6]", str(element.tag))]
     assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_tables_have_captions_and_scopes(tree: Element) -> None:
