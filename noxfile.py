@@ -29,6 +29,7 @@ nox.options.error_on_missing_interpreters = True
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 PATIENCE_S = 20.0
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # Tried from the newest down where a target asks for another Python than the one that runs nox.
 MINORS = range(14, 10, -1)
 # Where version managers keep theirs: the variable that names the root, the root without it, the interpreters below it.
@@ -80,7 +81,23 @@ def regress(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""
-    _python(session, _interpreter, "-m", "pytest", "tests", *(session.posargs or ["-q", "-n", "2"]))
+    arguments = session.posargs or ["-q", "-n", "2"]
+    _python(session, _interpreter, "-m", "pytest", "tests", "--ignore=tests/browser", *arguments)
+
+
+@nox.session(default=False)
+def page(session: nox.Session) -> None:
+    """Look at the report's page in headless Chromium; arguments after `--` go to pytest.
+
+    It needs Chromium or Chrome, which no Python package brings: on PATH, or named by the variable CHROMIUM.
+    """
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        session.error(f"needs a browser: none of {', '.join(BROWSERS)} is on PATH, and CHROMIUM names none")
+    if session.virtualenv.venv_backend != "none":
+        session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "page"))
+    arguments = session.posargs or ["-q"]
+    session.run("python", "-m", "pytest", "tests/browser", *arguments, env=ENVIRONMENT | {"CHROMIUM": found})
 
 
 # What follows is run by hand: it takes long, or wants a quiet machine.

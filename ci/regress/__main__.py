@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-_NEEDS = ("pydantic", "pytest", "rich")
+_NEEDS = ("jinja2", "pydantic", "pytest", "rich")
 
 
 def _start() -> int:

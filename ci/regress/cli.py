@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ci.regress import OUTPUT, PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, report, sides, verdict, worktree
+from ci.regress import OUTPUT, PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, page, report, sides, verdict, worktree
 from ci.regress.errors import FetchError, RegressError, SideError, UsageError
 from ci.regress.manifest import Target
 from ci.regress.records import CollectedTest, CollectionError, ExceptionRecord, Outcome, SideRecord, TestRecord
@@ -168,6 +168,9 @@ def _main(options: argparse.Namespace) -> int:
         result = _judge(run, records, source, time.monotonic() - began)
     try:
         report.write(result, reports)
+        page.write(result, target, patches, reports)
+        if reports.parent == OUTPUT:
+            page.write_index(OUTPUT)
     except OSError as exc:
         raise UsageError(f"reports cannot be written: {exc}", "name another directory with --report-dir") from exc
     if not options.quiet:
@@ -175,7 +178,7 @@ def _main(options: argparse.Namespace) -> int:
     console.print(report.table(result))
     if not options.quiet:
         console.print()
-        for line in [*report.summary(result), f"reports: {_shown(reports)}"]:
+        for line in [*report.summary(result), f"reports: {_shown(reports)}; to look at: {_shown(reports / page.FILE)}"]:
             console.print(Text(line), soft_wrap=True)
     return result.exit_status
 

@@ -26,7 +26,7 @@ from ci.regress.manifest import Expectation, Status
 from ci.regress.records import Number, Record, SideRecord, TestRecord
 from ci.regress.verdict import State, Verdict, headline
 
-FILES = ("report.json", "junit.xml", "summary.txt")
+FILES = ("report.json", "junit.xml", "summary.txt", "report.html")
 TITLES = {"stock": "stock", "patched": "patched", "installed": "shim", "as-is": "as it stands"}
 _WIDTH = 140
 _HEADLINE = 200  # characters of a failure's first line in the table
@@ -223,9 +223,9 @@ def junit(report: Report) -> ET.ElementTree:
         seconds = sum(side.duration_s for side in row.sides.values())
         case = ET.SubElement(suite, "testcase", classname=report.target, name=row.id, time=f"{seconds:.3f}")
         states = ", ".join(f"{TITLES[name]} {side.state.value}" for name, side in row.sides.items())
-        message = _xml_safe(f"{row.verdict.value} ({states}): {'; '.join(row.notes) or row.meaning}")
+        message = xml_safe(f"{row.verdict.value} ({states}): {'; '.join(row.notes) or row.meaning}")
         if not row.ok:
-            ET.SubElement(case, "failure", message=message).text = _xml_safe(_texts(report, row))
+            ET.SubElement(case, "failure", message=message).text = xml_safe(_texts(report, row))
         elif row.verdict is Verdict.NOT_RUN:
             ET.SubElement(case, "skipped", message=message)
         else:
@@ -249,12 +249,13 @@ def _texts(report: Report, row: ContractRecord) -> str:
     return "\n".join(parts)
 
 
-def _xml_safe(text: str) -> str:
-    return "".join(char if char in "\n\t" or (char >= " " and char not in "\ufffe\uffff") else "?" for char in text)
-
-
 def _cut(line: str) -> str:
     return textwrap.shorten(line, _HEADLINE, placeholder=" …")
+
+
+def xml_safe(text: str) -> str:
+    """Return a text with a question mark for each character that XML and HTML do not admit."""
+    return "".join(char if char in "\n\t" or (char >= " " and char not in "\ufffe\uffff") else "?" for char in text)
 
 
 def counted(number: int, noun: str) -> str:

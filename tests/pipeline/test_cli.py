@@ -141,7 +141,7 @@ def test_environment_lacks_what_the_pipeline_itself_needs() -> None:
     # without site-packages, as a bare interpreter is
     done = subprocess.run([sys.executable, "-S", "-m", "ci.regress"], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "error: environment lacks pydantic, pytest, rich" in done.stderr
+    assert "error: environment lacks jinja2, pydantic, pytest, rich" in done.stderr
     assert "`nox -s regress`" in done.stderr
 
 
