@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a series and the shim the same: export commits as patch files, put the shim's modules in, check both.
+"""Keep the series, the shim and the pins the same: export commits as patch files, derive one series from another.
 
-``python -m ci.series check`` applies the series to the release's wheel, holds the modules that it adds against the
-shim's, exports it again, and compares byte by byte. ``python -m ci.series refresh`` writes what ``check`` would ask
-for. ``python -m ci.series export --from CLONE`` makes the files from commits on top of the pinned one.
+``check`` applies a series to its release, holds the modules that it adds against the shim's, exports it again, and
+compares byte by byte; a series that is derived (``like`` in series.toml) is derived anew for that.  ``refresh`` and
+``derive`` write what ``check`` would ask for, file by file and the blob ids in series.toml; ``derive`` alone does all
+derived series.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over when it is called
+again.  ``export --from CLONE`` makes the files from commits on top of the pinned one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktree
-from ci.regress.errors import PatchError, RegressError
+from ci import porting
+from ci.regress import PATCHES, REPOSITORY, fetch, manifest, worktree
+from ci.regress.errors import PatchError, RegressError, UsageError
+
+_STATE = "adapt.json"
 
 
 def export(git: worktree.Git, tree: Path, base: str, place: Path) -> list[Path]:
@@ -66,28 +73,38 @@ def with_body(text: str, body: str) -> str:
     return "".join(head) + "\n" + body
 
 
-def rebuild(target: manifest.Target, patches: Path, identity: manifest.Identity, work: Path) -> dict[str, bytes]:
-    """Apply the series to the release's wheel with the shim's modules put in, and export it.
+def rebuild(
+    target: manifest.Target, patches: Path, identity: manifest.Identity, work: Path, clone: str | None = None
+) -> dict[str, bytes]:
+    """Apply the series to its release with the shim's modules put in, and export it.
 
     Args:
         target: The release.
         patches: Directory of ``series.toml``.
         identity: Author of exported patches.
         work: An empty directory.
+        clone: A repository that holds the commit, for a release without a wheel.
 
     Returns:
         Bytes of each patch file, by name.
 
     Raises:
-        RegressError: If the wheel cannot be had, or a patch does not apply.
+        RegressError: If the release cannot be had, or a patch does not apply.
     """
     git = worktree.Git(work / "home", identity)
     tree = work / "tree"
-    fetch.unpack_wheel(fetch.fetch_wheel(target.wheel, WHEEL_CACHE, lambda line: None), tree)
-    base = worktree.commit_all(git, tree, f"{target.wheel.filename}, standing for {target.commit}")
-    fetch.check_blobs(tree, target, target.wheel.filename)
+    porting.base_tree(target, tree, git, clone)
+    base = worktree.head_of(git, tree)
+    fetch.check_blobs(tree, target, target.wheel.filename if target.wheel else f"--git {clone}")
     for patch in target.patches:
-        worktree.apply_series(git, tree, [patches / target.series / patch.file], False, lambda line: None)
+        file = patches / target.series / patch.file
+        try:
+            said = git.run_both("apply", "--check", "--verbose", str(file), cwd=tree)
+        except worktree.GitFailure:
+            said = ""  # told below, with the hunks
+        worktree.apply_series(git, tree, [file], False, lambda line: None)
+        if "offset" in said:
+            raise PatchError(f"{target.series}/{patch.file} applies with an offset:\n{said.strip()}")
         for added, source in patch.adds.items():
             file = tree / added
             if not file.is_file():
@@ -98,9 +115,115 @@ def rebuild(target: manifest.Target, patches: Path, identity: manifest.Identity,
             )
         git.run("add", "--all", "--force", ".", cwd=tree)
         git.run("commit", "--quiet", "--amend", "--no-edit", "--no-verify", cwd=tree)
+    return exported(git, tree, base, work)
+
+
+def exported(git: worktree.Git, tree: Path, base: str, work: Path) -> dict[str, bytes]:
+    """Return the bytes of each patch file that the commits after ``base`` make, by name."""
     place = work / "exported"
     place.mkdir()
     return {file.name: file.read_bytes() for file in export(git, tree, base, place)}
+
+
+def start_port(
+    loaded: manifest.Manifest, target: manifest.Target, patches: Path, work: Path, clone: str | None, edit: str | None
+) -> tuple[porting.Port, list[porting.Ported], str]:
+    """Put the series that a target is derived from on the target's release.
+
+    Args:
+        loaded: The manifest.
+        target: A target with ``like``.
+        patches: Directory of ``series.toml``.
+        work: A directory for the trees.
+        clone: A repository that holds the target's commit, if it has no wheel.
+        edit: Stop at this patch.
+
+    Returns:
+        The tree, what became of each patch, and the commit that the tree started from.
+    """
+    source = loaded.targets[target.like]
+    git = worktree.Git(work / "home", loaded.identity)
+    porting.base_tree(source, work / "source", git, clone)
+    files = [patches / source.series / patch.file for patch in source.patches]
+    commits = porting.series_commits(git, work / "source", files)
+    porting.base_tree(target, work / "tree", git, clone)
+    base = worktree.head_of(git, work / "tree")
+    port = porting.Port(git, work / "tree", work / "source", patches / target.series / "adaptations", edit)
+    return port, porting.port_series(port, commits, files, set(target.without), lambda result: None), base
+
+
+def derive(
+    loaded: manifest.Manifest, name: str, patches: Path, work: Path, clone: str | None = None
+) -> dict[str, bytes]:
+    """Make the series of a target with ``like`` from the other one's, by three-way merge and its adaptations.
+
+    Args:
+        loaded: The manifest.
+        name: The target.
+        patches: Directory of ``series.toml``.
+        work: An empty directory.
+        clone: A repository that holds the target's commit, if it has no wheel.
+
+    Returns:
+        Bytes of each patch file, by name.
+
+    Raises:
+        PatchError: A patch conflicts, or is in the release already.
+    """
+    target = loaded.targets[name]
+    port, results, base = start_port(loaded, target, patches, work, clone, None)
+    for result in results:
+        if result.outcome == "taken":
+            raise PatchError(f"{name}: {result.slug} is in this release already", "name it in `without`")
+        if result.outcome == "conflict":
+            where = [f"    {file}: {len(places)} places" for file, places in result.conflicts.items()]
+            where += [f"    {file}: not in this release" for file in result.absent]
+            raise PatchError(
+                "\n".join([f"{name}: {result.slug} cannot be merged:", *where]),
+                f"`python -m ci.series adapt --target {name} --patch {result.slug} --work DIR` makes an adaptation",
+            )
+    theirs = {porting.slug_of(patch.file) for patch in loaded.targets[target.like].patches} | set(
+        target.renamed.values()
+    )
+    own = [patch.file for patch in target.patches if porting.slug_of(patch.file) not in theirs]
+    worktree.apply_series(
+        port.git, port.tree, [patches / target.series / file for file in own], False, lambda line: None
+    )
+    return exported(port.git, port.tree, base, work)
+
+
+def write(target_name: str, target: manifest.Target, patches: Path, rebuilt: dict[str, bytes]) -> None:
+    """Write a series, and the blob ids of the files that it touches to series.toml."""
+    place = patches / target.series
+    place.mkdir(parents=True, exist_ok=True)
+    for file in place.glob("*.patch"):
+        if file.name not in rebuilt:
+            file.unlink()
+    for name, data in rebuilt.items():
+        (place / name).write_bytes(data)
+        print(f"{target.series}/{name}")
+    blobs: dict[str, str] = {}
+    for name in rebuilt:
+        blobs |= {file: blob for file, blob in blobs_before(place / name).items() if file not in blobs}
+    file = patches / manifest.FILE
+    text = file.read_text(encoding="utf-8")
+    header = re.search(rf'^\[targets\."{re.escape(target_name)}"\.blobs\].*\n', text, re.MULTILINE)
+    if header is None:
+        raise UsageError(f'{manifest.FILE} has no table [targets."{target_name}".blobs]')
+    rest = re.compile(r"^(?:\s*|[^\[\n].*)\n", re.MULTILINE)
+    end = header.end()
+    while found := rest.match(text, end):
+        end = found.end()
+    known = {name: blob for name, blob in sorted(blobs.items()) if blob is not None}
+    lines = "".join(f'"{name}" = "{blob}"\n' for name, blob in known.items())
+    file.write_text(f"{text[: header.end()]}{lines}\n{text[end:]}".rstrip("\n") + "\n", encoding="utf-8")
+
+
+def blobs_before(patch: Path) -> dict[str, str | None]:
+    """Return the files that a patch touches, each with its blob id before; None for one that the patch makes."""
+    text = patch.read_text(encoding="utf-8")
+    found = re.findall(r"^diff --git a/(\S+) b/\1\n(?:\S.*\n)*?index ([0-9a-f]{40})\.\.", text, re.MULTILINE)
+    return {name: None if blob == "0" * 40 else blob for name, blob in found}
 
 
 def difference(target: manifest.Target, patches: Path, rebuilt: dict[str, bytes]) -> list[str]:
@@ -118,40 +241,121 @@ def difference(target: manifest.Target, patches: Path, rebuilt: dict[str, bytes]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 if all is well, 1 if a check failed, 2 if it could not run."""
-    parser = argparse.ArgumentParser(prog="python -m ci.series", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=["check", "refresh", "export"])
-    parser.add_argument("--target", help="a target of patches/series.toml (default: the default one)")
+    parser = argparse.ArgumentParser(
+        prog="python -m ci.series", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["check", "refresh", "derive", "adapt", "export"])
+    parser.add_argument("--target", help="a target of patches/series.toml (default: the default one; derive: all)")
+    parser.add_argument("--git", help="a clone, for targets whose commit is in git only")
+    parser.add_argument("--patch", help="adapt: name of the patch, without number and suffix")
+    parser.add_argument("--work", type=Path, help="adapt: a directory that does not exist yet; then the same again")
     parser.add_argument("--from", dest="clone", type=Path, help="export: a clone whose HEAD carries the series")
     parser.add_argument("--base", help="export: the commit that the series starts from (default: the pinned one)")
     options = parser.parse_args(arguments)
     try:
-        loaded = manifest.load(PATCHES)
-        _, target = loaded.select(options.target)
-        with tempfile.TemporaryDirectory(prefix="series-") as place:
-            if options.action == "export":
-                if options.clone is None:
-                    parser.error("export needs --from")
-                git = worktree.Git(Path(place) / "home", loaded.identity)
-                out = Path(place) / "exported"
-                out.mkdir()
-                files = export(git, options.clone, options.base or target.commit, out)
-                rebuilt = {file.name: file.read_bytes() for file in files}
-            else:
-                rebuilt = rebuild(target, PATCHES, loaded.identity, Path(place))
-        if options.action == "check":
-            problems = difference(target, PATCHES, rebuilt)
-            for line in problems:
-                print(line, file=sys.stderr)
-            if problems:
-                print("→ `python -m ci.series refresh` writes the patches anew", file=sys.stderr)
-            return 1 if problems else 0
-        for name, data in rebuilt.items():
-            (PATCHES / target.series / name).write_bytes(data)
-            print(f"{target.series}/{name}")
+        return _ACTIONS[options.action](parser, options)
     except RegressError as exc:
         print(exc, file=sys.stderr)
         return 2
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    loaded = manifest.load(PATCHES)
+    name, target = loaded.select(options.target)
+    with tempfile.TemporaryDirectory(prefix="series-") as place:
+        (Path(place) / "a").mkdir()
+        problems = difference(
+            target, PATCHES, rebuild(target, PATCHES, loaded.identity, Path(place) / "a", options.git)
+        )
+        again = "refresh"
+        if target.like is not None and target.series != loaded.targets[target.like].series:
+            again = "derive"
+            (Path(place) / "b").mkdir()
+            problems += difference(target, PATCHES, derive(loaded, name, PATCHES, Path(place) / "b", options.git))
+    for line in dict.fromkeys(problems):
+        print(line, file=sys.stderr)
+    if problems:
+        print(f"→ `python -m ci.series {again} --target {name}` writes the patches anew", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _refresh(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    loaded = manifest.load(PATCHES)
+    name, target = loaded.select(options.target)
+    if target.like is not None:
+        parser.error(f"{name} is derived from {target.like}: derive it")
+    with tempfile.TemporaryDirectory(prefix="series-") as place:
+        write(name, target, PATCHES, rebuild(target, PATCHES, loaded.identity, Path(place), options.git))
     return 0
+
+
+def _derive(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    loaded = manifest.load(PATCHES)
+    derived = [name for name, target in loaded.targets.items() if target.like is not None]
+    derived = [
+        name for name in derived if loaded.targets[name].series != loaded.targets[loaded.targets[name].like].series
+    ]
+    if options.target is not None and options.target not in derived:
+        parser.error(f"--target {options.target} is not derived; these are: {', '.join(derived)}")
+    status = 0
+    for name in derived if options.target is None else [options.target]:
+        target = loaded.targets[name]
+        if target.wheel is None and options.git is None:
+            print(f"{name}: in git only, left as it is (give a clone with --git)", file=sys.stderr)
+            continue
+        with tempfile.TemporaryDirectory(prefix="series-") as place:
+            try:
+                write(name, target, PATCHES, derive(loaded, name, PATCHES, Path(place), options.git))
+            except PatchError as exc:
+                print(exc, file=sys.stderr)
+                status = 1
+    return status
+
+
+def _adapt(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.target is None or options.patch is None or options.work is None:
+        parser.error("adapt needs --target, --patch and --work")
+    loaded = manifest.load(PATCHES)
+    name, target = loaded.select(options.target)
+    if target.like is None:
+        parser.error(f"{name} is not derived")
+    work = options.work.resolve()
+    adaptations = PATCHES / target.series / "adaptations"
+    if (work / _STATE).is_file():
+        state = json.loads((work / _STATE).read_text(encoding="utf-8"))
+        port = object.__new__(porting.Port)
+        port.git, port.tree = worktree.Git(work / "home", loaded.identity), work / "tree"
+        adaptations.mkdir(parents=True, exist_ok=True)
+        file = adaptations / f"{options.patch}.diff"
+        file.write_text(port.adaptation_of(state["merged"], state["absent"]), encoding="utf-8")
+        print(f"{file.relative_to(REPOSITORY)}; now derive {name}")
+        return 0
+    work.mkdir(parents=True)
+    port, results, _ = start_port(loaded, target, PATCHES, work, options.git, options.patch)
+    if not results or results[-1].slug != options.patch:
+        parser.error(f"{target.like} has no patch {options.patch} for {name}")
+    last = results[-1]
+    (work / _STATE).write_text(json.dumps({"merged": port.merged, "absent": port.absent}), encoding="utf-8")
+    for file, places in last.conflicts.items():
+        print(f"{work / 'tree' / file}: {len(places)} places with conflict marks")
+    for file in last.absent:
+        print(f"{file}: not in this release; what the patch does there goes elsewhere, or is left out")
+    print("put the files in order, then give the same command again")
+    return 0
+
+
+def _export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.clone is None:
+        parser.error("export needs --from")
+    loaded = manifest.load(PATCHES)
+    name, target = loaded.select(options.target)
+    with tempfile.TemporaryDirectory(prefix="series-") as place:
+        git = worktree.Git(Path(place) / "home", loaded.identity)
+        write(name, target, PATCHES, exported(git, options.clone, options.base or target.commit, Path(place)))
+    return 0
+
+
+_ACTIONS = {"check": _check, "refresh": _refresh, "derive": _derive, "adapt": _adapt, "export": _export}
 
 
 if __name__ == "__main__":

@@ -98,6 +98,13 @@ class Git:
             raise GitFailure(f"git {arguments[0]}", done.stdout + done.stderr)
         return done.stdout
 
+    def run_both(self, *arguments: str, cwd: Path | None = None) -> str:
+        """Run git and return what it says on both streams.  Raises ``GitFailure`` if it fails."""
+        done = self._start(arguments, cwd)
+        if done.returncode != 0:
+            raise GitFailure(f"git {arguments[0]}", done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
     def status(self, *arguments: str, cwd: Path | None = None) -> int:
         """Run git and return its exit status."""
         return self._start(arguments, cwd).returncode
