@@ -210,7 +210,7 @@ def write(target_name: str, target: manifest.Target, patches: Path, rebuilt: dic
     header = re.search(rf'^\[targets\."{re.escape(target_name)}"\.blobs\].*\n', text, re.MULTILINE)
     if header is None:
         raise UsageError(f'{manifest.FILE} has no table [targets."{target_name}".blobs]')
-    rest = re.compile(r"^(?:\s*|[^\[\n].*)\n", re.MULTILINE)
+    rest = re.compile(r'^(?:[ \t]*|".*)\n', re.MULTILINE)
     end = header.end()
     while found := rest.match(text, end):
         end = found.end()

@@ -56,9 +56,15 @@ def build_trainer(context: RankContext, seed: int, **options: object) -> Trainer
     model = build_deepseek_v4(**options)
     model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.bfloat16)
     seed_parameters(model, seed)
+    precision = {}
+    if len({param.dtype for param in model.parameters()}) > 1 and hasattr(model, "_keep_in_fp32_modules_strict"):
+        # 0.7.0 keeps some parameters in fp32, and does not shard them together with BF16 ones.
+        for param in model.parameters():
+            param.data = param.data.float()
+        precision["lm_head_precision"] = "float32"
     world = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("dp",))
     moe = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("ep",))
-    parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep")
+    parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep", **precision)
     if not isinstance(model.model.layers["0"].mlp.experts.down_projs, DTensor):
         raise PreconditionError("the experts are not sharded")
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
