@@ -70,6 +70,39 @@ def regress(session: nox.Session) -> None:
         session.warn(f"ran the fallback {ran}, not {name}: there is no Python {_key(targets, name, 'python')} here")
 
 
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def targets(session: nox.Session) -> None:
+    """Run the contracts on every release of Automodel but the default; with `-- --git CLONE`, on the commits too."""
+    table = nox.project.load_toml("patches/series.toml")["targets"]
+    for name in table:
+        pinned = any(key in table[name] for key in ("commit", "tag"))
+        if (
+            name == _default(table)
+            or not pinned
+            or _key(table, name, "project") != _key(table, _default(table), "project")
+        ):
+            continue
+        in_git_only = "wheel" not in table[name]
+        if in_git_only and "--git" not in session.posargs:
+            session.log(f"{name}: in git only, not run (give a clone after `-- --git`)")
+            continue
+        interpreter = _environment_of(session, table, name)[0] if _installs else _interpreter
+        arguments = [*session.posargs, "--record"] if in_git_only else []
+        _python(session, interpreter, "-m", "ci.regress", "--target", name, *arguments)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def rebase(session: nox.Session) -> None:
+    """Try the series on another commit; `-- --git PATH --commit SHA`."""
+    _python(session, _interpreter, "-m", "ci.rebase", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def upstream(session: nox.Session) -> None:
+    """Run upstream's own unit tests before and after the series; `-- --git PATH`."""
+    _python(session, _interpreter, "-m", "ci.upstream", *session.posargs)
+
+
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""

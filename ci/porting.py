@@ -4,8 +4,8 @@
 What no merge can know stands in an adaptation: ``patches/<series>/adaptations/<patch>.diff``, the difference between
 what the merge gives (conflict marks included) and what it should be.  So a change of the first series reaches the
 others by itself, unless it touches the very lines that were resolved by hand; then the adaptation no longer applies,
-and that is said.  Before the differences stand ``left out: FILE`` for what the other release does not have, and a commit
-message where the patch does something else there.
+and that is said.  Before the differences stand ``left out: FILE`` for what the other release does not have, and a
+commit message where the patch does something else there.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Port:
 
     def _merge(self, commit: str, result: Ported) -> None:
         """Merge a commit into the tree and the index; where it conflicts, marks stay in the files."""
-        options = ("-c", "merge.conflictStyle=merge", "-c", "merge.renames=false", "-c", "rerere.enabled=false")
+        options = ("-c", "merge.conflictStyle=merge", "-c", "merge.renames=false", "-c", "merge.directoryRenames=false")
+        options += ("-c", "rerere.enabled=false")
         self.git.status(*options, "cherry-pick", "--no-commit", "--strategy=ort", commit, cwd=self.tree)
         unmerged = self.git.run("diff", "--name-only", "--diff-filter=U", cwd=self.tree).splitlines()
         held = set(self.git.run("ls-tree", "-r", "--name-only", "HEAD", cwd=self.tree).splitlines())

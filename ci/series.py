@@ -5,7 +5,8 @@
 compares byte by byte; a series that is derived (``like`` in series.toml) is derived anew for that.  ``refresh`` and
 ``derive`` write what ``check`` would ask for, file by file and the blob ids in series.toml; ``derive`` alone does all
 derived series.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over when it is called
-again.  ``export --from CLONE`` makes the files from commits on top of the pinned one.
+again.  ``lint`` holds every patch against the rules of ``ci.lint``.  ``export --from CLONE`` makes the files from
+commits on top of the pinned one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci import porting
+from ci import lint, porting
 from ci.regress import PATCHES, REPOSITORY, fetch, manifest, worktree
 from ci.regress.errors import PatchError, RegressError, UsageError
 
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.series", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["check", "refresh", "derive", "adapt", "export"])
+    parser.add_argument("action", choices=["check", "refresh", "derive", "adapt", "export", "lint"])
     parser.add_argument("--target", help="a target of patches/series.toml (default: the default one; derive: all)")
     parser.add_argument("--git", help="a clone, for targets whose commit is in git only")
     parser.add_argument("--patch", help="adapt: name of the patch, without number and suffix")
@@ -355,7 +356,21 @@ def _export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     return 0
 
 
-_ACTIONS = {"check": _check, "refresh": _refresh, "derive": _derive, "adapt": _adapt, "export": _export}
+def _lint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    loaded = manifest.load(PATCHES)
+    names = [options.target] if options.target is not None else list(loaded.targets)
+    problems = [
+        line
+        for name in names
+        if loaded.select(name)[1].project == loaded.select(None)[1].project
+        for line in lint.check_series(loaded.targets[name], PATCHES, loaded.identity)
+    ]
+    for line in problems:
+        print(line, file=sys.stderr)
+    return 1 if problems else 0
+
+
+_ACTIONS = {"lint": _lint, "check": _check, "refresh": _refresh, "derive": _derive, "adapt": _adapt, "export": _export}
 
 
 if __name__ == "__main__":
