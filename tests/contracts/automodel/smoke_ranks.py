@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.contracts.automodel.tiny_models import VOCABULARY, build_deepseek_v4, seed_parameters
+from tests.contracts.automodel.tiny_models import VOCABULARY, build_deepseek_v4, logits_of, seed_parameters
 from tests.contracts.automodel.upstream import parallelize_model, plain_checkpointer
 from tests.contracts.outcomes import PreconditionError
 from tests.support.training import differences, snapshot
@@ -38,7 +38,7 @@ class Trainer:
         """One optimizer step on this rank's own seeded tokens; returns the loss."""
         generator = torch.Generator().manual_seed(1000 * number + self.rank)
         tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=generator)
-        logits = self.model(tokens).logits
+        logits = logits_of(self.model(tokens))
         loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:])
         loss.backward()
         self.optimizer.step()

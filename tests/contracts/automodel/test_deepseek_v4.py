@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contracts.automodel.tiny_models import build_deepseek_v4, indexer_parameters
+from tests.contracts.automodel.tiny_models import build_deepseek_v4, indexer_parameters, logits_of
 from tests.contracts.outcomes import PreconditionError
 
 INDEXER_PARAMETERS = 6
@@ -60,7 +60,7 @@ def test_no_gradient_reaches_a_trainable_indexer() -> None:
     if not all(param.requires_grad for param in owned(model).values()):
         raise PreconditionError("the indexer is frozen although train_indexer=True")
     tokens = torch.randint(0, 256, (1, 32), generator=generator)
-    model(tokens).logits.float().square().mean().backward()
+    logits_of(model(tokens)).float().square().mean().backward()
     reached = [name for name, param in owned(model).items() if param.grad is not None]
     assert reached == []
     assert model.model.layers["2"].self_attn.compressor.wkv.weight.grad is not None

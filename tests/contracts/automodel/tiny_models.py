@@ -48,6 +48,11 @@ def build_deepseek_v4(**options: object) -> DeepseekV4ForCausalLM:
     return DeepseekV4ForCausalLM(config, backend=cpu_backend())
 
 
+def logits_of(output: object) -> torch.Tensor:
+    """Logits of shape [batch, sequence, vocabulary]; before 0.5.0 the model returned them bare."""
+    return getattr(output, "logits", output)
+
+
 def seed_parameters(model: nn.Module, seed: int) -> None:
     """Give every parameter a seeded value.
 
