@@ -73,22 +73,23 @@ def regress(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def targets(session: nox.Session) -> None:
     """Run the contracts on every release of Automodel but the default; with `-- --git CLONE`, on the commits too."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--git")
+    given, others = parser.parse_known_args(session.posargs)
     table = nox.project.load_toml("patches/series.toml")["targets"]
-    for name in table:
-        pinned = any(key in table[name] for key in ("commit", "tag"))
-        if (
-            name == _default(table)
-            or not pinned
-            or _key(table, name, "project") != _key(table, _default(table), "project")
-        ):
+    default = _default(table)
+    for name, target in table.items():
+        pinned = any(key in target for key in ("commit", "tag"))
+        if name == default or not pinned or _key(table, name, "project") != _key(table, default, "project"):
             continue
-        in_git_only = "wheel" not in table[name]
-        if in_git_only and "--git" not in session.posargs:
-            session.log(f"{name}: in git only, not run (give a clone after `-- --git`)")
-            continue
+        arguments = ["--target", name, *others]
+        if "wheel" not in target:
+            if given.git is None:
+                session.log(f"{name}: in git only, not run (give a clone after `-- --git`)")
+                continue
+            arguments += ["--git", given.git, *([] if others else ["--record"])]
         interpreter = _environment_of(session, table, name)[0] if _installs else _interpreter
-        arguments = [*session.posargs, "--record"] if in_git_only else []
-        _python(session, interpreter, "-m", "ci.regress", "--target", name, *arguments)
+        _python(session, interpreter, "-m", "ci.regress", *arguments)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
