@@ -356,7 +356,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     sgd = torch.optim.SGD(run.model.parameters(), lr=0.1)
     dcp.save({"optim": optimizer_state_dict(run.model, sgd)}, checkpoint_id=str(tmp_path / "sgd"))
     with pytest.raises(
-        OptimizerStateError, match="another optimizer than AdamW: its groups have .*momentum.*lack .*betas"
+        OptimizerStateError, match=r"another optimizer than AdamW: its groups have .*momentum.*lack .*betas"
     ):
         load_optimizer_state([run.model], [run.optimizer], None, tmp_path / "sgd")
     run.train(range(1), ["used"])
