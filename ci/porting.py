@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ci.regress import WHEEL_CACHE, fetch, worktree
-from ci.regress.errors import PatchError, UsageError
+from ci.regress.errors import UsageError
 from ci.regress.manifest import Target
 
 _MARK = re.compile(r"^(<{7}|>{7}) .*$", re.MULTILINE)
@@ -30,13 +30,14 @@ class Ported:
     """What became of one patch on another tree.
 
     ``conflicts``: by file, the two sides of each place that could not be merged.  ``absent``: files that the patch
-    changes and that the tree does not have.
+    changes and that the tree does not have.  ``stale``: the hunks of the adaptation that do not apply, in words.
     """
 
     slug: str
-    outcome: str = ""  # applies, applies with offset, merges, adapted, taken, conflict
+    outcome: str = ""  # applies, applies with offset, merges, adapted, taken, conflict, stale
     conflicts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    stale: str = ""
 
 
 def slug_of(name: str) -> str:
@@ -81,7 +82,7 @@ class Port:
         tree: a repository at the commit to build on.
         source: a repository whose ``HEAD`` carries the series for its own release.
         adaptations: where the adaptations lie; None for none.
-        edit: slug of the patch at which to stop, with the adaptation's rejected hunks left in the tree.
+        edit: slug of the patch at which to stop, with the adaptation's rejected hunks left in .rej files.
     """
 
     def __init__(
@@ -109,13 +110,14 @@ class Port:
         adapted = self._adapt(result)
         if result.slug == self.edit:
             return result
-        if result.conflicts or result.absent:
-            result.outcome = "conflict"
+        if result.stale or result.conflicts or result.absent:
+            result.outcome = "stale" if result.stale else "conflict"
             self.git.run("reset", "--quiet", "--hard", cwd=self.tree)
+            self.git.run("clean", "--quiet", "--force", "-d", "-x", cwd=self.tree)
             return result
         result.outcome = "adapted" if adapted else "merges"
         self.git.run("commit", "--quiet", "--no-verify", "--reuse-message", commit, cwd=self.tree)
-        if adapted and (message := self._message(result.slug)):
+        if adapted and (message := message_of(self._adaptation(result.slug))):
             self.git.run("commit", "--quiet", "--no-verify", "--amend", "--message", message, cwd=self.tree)
         return result
 
@@ -160,11 +162,6 @@ class Port:
         file = self.adaptations / f"{slug}.diff" if self.adaptations is not None else None
         return file if file is not None and file.is_file() else None
 
-    def _message(self, slug: str) -> str:
-        """Return the commit message that stands before the adaptation's differences, if any."""
-        head = self._adaptation(slug).read_text(encoding="utf-8").partition("diff --git ")[0]
-        return _LEFT_OUT.sub("", head).strip()
-
     def _adapt(self, result: Ported) -> bool:
         """Apply the adaptation, and take what it resolves out of the result."""
         file = self._adaptation(result.slug)
@@ -174,28 +171,46 @@ class Port:
             return False
         text = file.read_text(encoding="utf-8")
         if "\n--- " in text:
-            if self.edit == result.slug:
-                self.git.status("apply", "--reject", str(file), cwd=self.tree)
-            else:
-                try:
-                    self.git.run("apply", "--index", "--whitespace=nowarn", str(file), cwd=self.tree)
-                except worktree.GitFailure as exc:
-                    raise PatchError(
-                        f"{file.parent.parent.name}/adaptations/{file.name} does not apply any more:\n{exc.tail(12)}",
-                        f"`python -m ci.series adapt --patch {result.slug} --work DIR` puts it in order",
-                    ) from exc
+            try:
+                self.git.run("apply", "--whitespace=nowarn", "--index", str(file), cwd=self.tree)
+            except worktree.GitFailure as exc:
+                hunks = worktree.rejected_hunks(self.git, self.tree, file)
+                result.stale = "\n".join(hunks) or exc.tail(12)
         left_out = set(_LEFT_OUT.findall(text))
         result.absent = [name for name in result.absent if name not in left_out]
         remaining = {name: _CONFLICT.findall((self.tree / name).read_text("utf-8")) for name in result.conflicts}
         result.conflicts = {name: places for name, places in remaining.items() if places}
         return True
 
-    def adaptation_of(self, merged: str, absent: list[str]) -> str:
-        """Return the adaptation that leads from a merged tree (its id) to the files as they stand now."""
-        self.git.run("add", "--all", ".", cwd=self.tree)
-        difference = self.git.run("diff", "--cached", "--no-renames", "--no-color", merged, cwd=self.tree)
-        lines = [line for line in difference.splitlines(keepends=True) if not line.startswith("index ")]
-        return "".join([*(f"left out: {name}\n" for name in absent), *lines])
+
+def message_of(file: Path) -> str:
+    """Return the commit message that stands before an adaptation's differences; empty if there is none."""
+    head = file.read_text(encoding="utf-8").partition("diff --git ")[0] if file.is_file() else ""
+    return _LEFT_OUT.sub("", head).strip()
+
+
+def adaptation_of(git: worktree.Git, tree: Path, merged: str, absent: list[str]) -> str:
+    """Return the adaptation that leads from a merged tree to the files as they stand now.
+
+    Args:
+        git: runs git without the user's configuration.
+        tree: the repository.
+        merged: id of the merged tree, conflict marks included.
+        absent: files that the patch changes and that this release does not have.
+
+    Raises:
+        UsageError: conflict marks are left.
+    """
+    for reject in tree.rglob("*.rej"):
+        reject.unlink()
+    git.run("add", "--all", ".", cwd=tree)
+    changed = git.run("diff", "--cached", "--name-only", "--no-renames", "HEAD", cwd=tree).splitlines()
+    marked = [name for name in changed if (tree / name).is_file() and _MARK.search((tree / name).read_text("utf-8"))]
+    if marked:
+        raise UsageError(f"conflict marks are left in {', '.join(marked)}", "put these files in order first")
+    difference = git.run("diff", "--cached", "--no-renames", "--no-color", merged, cwd=tree)
+    lines = [line for line in difference.splitlines(keepends=True) if not line.startswith("index ")]
+    return "".join([*(f"left out: {name}\n" for name in absent), *lines])
 
 
 def port_series(

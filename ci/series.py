@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep the series, the shim and the pins the same: export commits as patch files, derive one series from another.
 
-``check`` applies a series to its release, holds the modules that it adds against the shim's, exports it again, and
-compares byte by byte; a series that is derived (``like`` in series.toml) is derived anew for that.  ``refresh`` and
-``derive`` write what ``check`` would ask for, file by file and the blob ids in series.toml; ``derive`` alone does all
-derived series.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over when it is called
+``check`` applies each series to its release, holds the modules that it adds against the shim's, exports it again, and
+compares byte by byte; a series that is derived (``like`` in series.toml) is derived anew for that.  ``derive`` writes
+what ``check`` would ask for: first the series that others are derived from, then those, and for each the blob ids in
+series.toml.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over when it is called
 again.  ``lint`` holds every patch against the rules of ``ci.lint``.  ``export --from CLONE`` makes the files from
 commits on top of the pinned one.
 """
@@ -12,18 +12,15 @@ commits on top of the pinned one.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci import lint, porting
+from ci import deriving, lint, porting
 from ci.regress import PATCHES, REPOSITORY, fetch, manifest, worktree
 from ci.regress.errors import PatchError, RegressError, UsageError
-
-_STATE = "adapt.json"
 
 
 def export(git: worktree.Git, tree: Path, base: str, place: Path) -> list[Path]:
@@ -126,73 +123,6 @@ def exported(git: worktree.Git, tree: Path, base: str, work: Path) -> dict[str, 
     return {file.name: file.read_bytes() for file in export(git, tree, base, place)}
 
 
-def start_port(
-    loaded: manifest.Manifest, target: manifest.Target, patches: Path, work: Path, clone: str | None, edit: str | None
-) -> tuple[porting.Port, list[porting.Ported], str]:
-    """Put the series that a target is derived from on the target's release.
-
-    Args:
-        loaded: The manifest.
-        target: A target with ``like``.
-        patches: Directory of ``series.toml``.
-        work: A directory for the trees.
-        clone: A repository that holds the target's commit, if it has no wheel.
-        edit: Stop at this patch.
-
-    Returns:
-        The tree, what became of each patch, and the commit that the tree started from.
-    """
-    source = loaded.targets[target.like]
-    git = worktree.Git(work / "home", loaded.identity)
-    porting.base_tree(source, work / "source", git, clone)
-    files = [patches / source.series / patch.file for patch in source.patches]
-    commits = porting.series_commits(git, work / "source", files)
-    porting.base_tree(target, work / "tree", git, clone)
-    base = worktree.head_of(git, work / "tree")
-    port = porting.Port(git, work / "tree", work / "source", patches / target.series / "adaptations", edit)
-    return port, porting.port_series(port, commits, files, set(target.without), lambda result: None), base
-
-
-def derive(
-    loaded: manifest.Manifest, name: str, patches: Path, work: Path, clone: str | None = None
-) -> dict[str, bytes]:
-    """Make the series of a target with ``like`` from the other one's, by three-way merge and its adaptations.
-
-    Args:
-        loaded: The manifest.
-        name: The target.
-        patches: Directory of ``series.toml``.
-        work: An empty directory.
-        clone: A repository that holds the target's commit, if it has no wheel.
-
-    Returns:
-        Bytes of each patch file, by name.
-
-    Raises:
-        PatchError: A patch conflicts, or is in the release already.
-    """
-    target = loaded.targets[name]
-    port, results, base = start_port(loaded, target, patches, work, clone, None)
-    for result in results:
-        if result.outcome == "taken":
-            raise PatchError(f"{name}: {result.slug} is in this release already", "name it in `without`")
-        if result.outcome == "conflict":
-            where = [f"    {file}: {len(places)} places" for file, places in result.conflicts.items()]
-            where += [f"    {file}: not in this release" for file in result.absent]
-            raise PatchError(
-                "\n".join([f"{name}: {result.slug} cannot be merged:", *where]),
-                f"`python -m ci.series adapt --target {name} --patch {result.slug} --work DIR` makes an adaptation",
-            )
-    theirs = {porting.slug_of(patch.file) for patch in loaded.targets[target.like].patches} | set(
-        target.renamed.values()
-    )
-    own = [patch.file for patch in target.patches if porting.slug_of(patch.file) not in theirs]
-    worktree.apply_series(
-        port.git, port.tree, [patches / target.series / file for file in own], False, lambda line: None
-    )
-    return exported(port.git, port.tree, base, work)
-
-
 def write(target_name: str, target: manifest.Target, patches: Path, rebuilt: dict[str, bytes]) -> None:
     """Write a series, and the blob ids of the files that it touches to series.toml."""
     place = patches / target.series
@@ -245,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.series", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["check", "refresh", "derive", "adapt", "export", "lint"])
-    parser.add_argument("--target", help="a target of patches/series.toml (default: the default one; derive: all)")
+    parser.add_argument("action", choices=sorted(_ACTIONS))
+    parser.add_argument("--target", help="a target of patches/series.toml (default: all; export: the default one)")
     parser.add_argument("--git", help="a clone, for targets whose commit is in git only")
     parser.add_argument("--patch", help="adapt: name of the patch, without number and suffix")
     parser.add_argument("--work", type=Path, help="adapt: a directory that does not exist yet; then the same again")
@@ -254,101 +184,95 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", help="export: the commit that the series starts from (default: the pinned one)")
     options = parser.parse_args(arguments)
     try:
-        return _ACTIONS[options.action](parser, options)
+        # What is about to be made may be listed, and what lies there need not be.
+        loaded = manifest.load(PATCHES, unlisted=options.action in ("derive", "adapt", "export"))
+        loaded.select(options.target)
+        return _ACTIONS[options.action](parser, options, loaded)
     except RegressError as exc:
         print(exc, file=sys.stderr)
         return 2
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    loaded = manifest.load(PATCHES)
-    name, target = loaded.select(options.target)
-    with tempfile.TemporaryDirectory(prefix="series-") as place:
-        (Path(place) / "a").mkdir()
-        problems = difference(
-            target, PATCHES, rebuild(target, PATCHES, loaded.identity, Path(place) / "a", options.git)
-        )
-        again = "refresh"
-        if target.like is not None and target.series != loaded.targets[target.like].series:
-            again = "derive"
-            (Path(place) / "b").mkdir()
-            problems += difference(target, PATCHES, derive(loaded, name, PATCHES, Path(place) / "b", options.git))
-    for line in dict.fromkeys(problems):
-        print(line, file=sys.stderr)
-    if problems:
-        print(f"→ `python -m ci.series {again} --target {name}` writes the patches anew", file=sys.stderr)
-    return 1 if problems else 0
+def _each(options: argparse.Namespace, loaded: manifest.Manifest, names: list[str]) -> list[str]:
+    """Return the targets to do: the one that is given, or all of ``names`` that can be had."""
+    if options.target is not None:
+        return [options.target]
+    absent = [name for name in names if loaded.targets[name].wheel is None and options.git is None]
+    for name in absent:
+        print(f"{name}: in git only, left out (give a clone with --git)", file=sys.stderr)
+    return [name for name in names if name not in absent]
 
 
-def _refresh(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    loaded = manifest.load(PATCHES)
-    name, target = loaded.select(options.target)
-    if target.like is not None:
-        parser.error(f"{name} is derived from {target.like}: derive it")
-    with tempfile.TemporaryDirectory(prefix="series-") as place:
-        write(name, target, PATCHES, rebuild(target, PATCHES, loaded.identity, Path(place), options.git))
-    return 0
-
-
-def _derive(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    loaded = manifest.load(PATCHES)
-    derived = [name for name, target in loaded.targets.items() if target.like is not None]
-    derived = [
-        name for name in derived if loaded.targets[name].series != loaded.targets[loaded.targets[name].like].series
-    ]
-    if options.target is not None and options.target not in derived:
-        parser.error(f"--target {options.target} is not derived; these are: {', '.join(derived)}")
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded: manifest.Manifest) -> int:
     status = 0
-    for name in derived if options.target is None else [options.target]:
-        target = loaded.targets[name]
-        if target.wheel is None and options.git is None:
-            print(f"{name}: in git only, left as it is (give a clone with --git)", file=sys.stderr)
-            continue
+    for name in _each(options, loaded, [name for name, target in loaded.targets.items() if target.patches]):
         with tempfile.TemporaryDirectory(prefix="series-") as place:
             try:
-                write(name, target, PATCHES, derive(loaded, name, PATCHES, Path(place), options.git))
+                problems = _check_one(options, loaded, name, Path(place))
             except PatchError as exc:
-                print(exc, file=sys.stderr)
-                status = 1
+                problems = [str(exc)]
+        for line in dict.fromkeys(problems):
+            print(line, file=sys.stderr)
+        print(f"{name}: {'differs, `python -m ci.series derive` writes it anew' if problems else 'as it should be'}")
+        status = status or int(bool(problems))
     return status
 
 
-def _adapt(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _check_one(options: argparse.Namespace, loaded: manifest.Manifest, name: str, work: Path) -> list[str]:
+    target = loaded.targets[name]
+    for part in ("a", "b", "c"):
+        (work / part).mkdir()
+    problems = difference(target, PATCHES, rebuild(target, PATCHES, loaded.identity, work / "a", options.git))
+    if name in deriving.derived(loaded):
+        ports = deriving.derive(loaded, name, PATCHES, work / "b", options.git)
+        made = exported(ports.port.git, ports.port.tree, ports.base, work / "c")
+        problems += difference(target, PATCHES, made)
+    return problems
+
+
+def _derive(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded: manifest.Manifest) -> int:
+    derived, roots = deriving.derived(loaded), deriving.roots(loaded)
+    failed: set[str] = set()
+    for name in _each(options, loaded, [*roots, *derived]):
+        target = loaded.targets[name]
+        if target.like in failed:
+            print(f"{name}: not tried, since {target.like} failed", file=sys.stderr)
+            failed.add(name)
+            continue
+        with tempfile.TemporaryDirectory(prefix="series-") as place:
+            work = Path(place)
+            try:
+                if name in derived:
+                    (work / "b").mkdir()
+                    ports = deriving.derive(loaded, name, PATCHES, work / "b", options.git)
+                    made = exported(ports.port.git, ports.port.tree, ports.base, work)
+                else:
+                    made = rebuild(target, PATCHES, loaded.identity, work, options.git)
+            except PatchError as exc:
+                print(exc, file=sys.stderr)
+                failed.add(name)
+            else:
+                write(name, target, PATCHES, made)
+    return 1 if failed else 0
+
+
+def _adapt(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded: manifest.Manifest) -> int:
     if options.target is None or options.patch is None or options.work is None:
         parser.error("adapt needs --target, --patch and --work")
-    loaded = manifest.load(PATCHES)
-    name, target = loaded.select(options.target)
-    if target.like is None:
-        parser.error(f"{name} is not derived")
     work = options.work.resolve()
-    adaptations = PATCHES / target.series / "adaptations"
-    if (work / _STATE).is_file():
-        state = json.loads((work / _STATE).read_text(encoding="utf-8"))
-        port = object.__new__(porting.Port)
-        port.git, port.tree = worktree.Git(work / "home", loaded.identity), work / "tree"
-        adaptations.mkdir(parents=True, exist_ok=True)
-        file = adaptations / f"{options.patch}.diff"
-        file.write_text(port.adaptation_of(state["merged"], state["absent"]), encoding="utf-8")
-        print(f"{file.relative_to(REPOSITORY)}; now derive {name}")
+    file = deriving.finish_adapting(loaded, options.target, options.patch, PATCHES, work)
+    if file is not None:
+        print(f"{file.relative_to(REPOSITORY)}; now `python -m ci.series derive`")
         return 0
-    work.mkdir(parents=True)
-    port, results, _ = start_port(loaded, target, PATCHES, work, options.git, options.patch)
-    if not results or results[-1].slug != options.patch:
-        parser.error(f"{target.like} has no patch {options.patch} for {name}")
-    last = results[-1]
-    (work / _STATE).write_text(json.dumps({"merged": port.merged, "absent": port.absent}), encoding="utf-8")
-    for file, places in last.conflicts.items():
-        print(f"{work / 'tree' / file}: {len(places)} places with conflict marks")
-    for file in last.absent:
-        print(f"{file}: not in this release; what the patch does there goes elsewhere, or is left out")
+    for line in deriving.start_adapting(loaded, options.target, options.patch, PATCHES, work, options.git):
+        print(line)
     print("put the files in order, then give the same command again")
     return 0
 
 
-def _export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _export(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded: manifest.Manifest) -> int:
     if options.clone is None:
         parser.error("export needs --from")
-    loaded = manifest.load(PATCHES)
     name, target = loaded.select(options.target)
     with tempfile.TemporaryDirectory(prefix="series-") as place:
         git = worktree.Git(Path(place) / "home", loaded.identity)
@@ -356,8 +280,7 @@ def _export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     return 0
 
 
-def _lint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    loaded = manifest.load(PATCHES)
+def _lint(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded: manifest.Manifest) -> int:
     names = [options.target] if options.target is not None else list(loaded.targets)
     problems = [
         line
@@ -370,7 +293,7 @@ def _lint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-_ACTIONS = {"lint": _lint, "check": _check, "refresh": _refresh, "derive": _derive, "adapt": _adapt, "export": _export}
+_ACTIONS = {"adapt": _adapt, "check": _check, "derive": _derive, "export": _export, "lint": _lint}
 
 
 if __name__ == "__main__":

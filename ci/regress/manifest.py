@@ -266,13 +266,14 @@ class Manifest(_Model):
         return name, self.targets[name]
 
 
-def load(patches: Path) -> Manifest:
+def load(patches: Path, unlisted: bool = False) -> Manifest:
     """Read and check ``series.toml``, and the patch directories against it.
 
     A listed patch that is absent is no error here: the run goes on without it, and the verdicts say what is amiss.
 
     Args:
         patches: the directory that holds ``series.toml``.
+        unlisted: let patch files lie there that no target lists, for whoever is about to write them anew.
 
     Raises:
         ManifestError: the file is absent, is no TOML, breaks the schema, contradicts itself, or leaves out a patch
@@ -293,7 +294,7 @@ def load(patches: Path) -> Manifest:
         raise ManifestError(f"{shown}: {exc}") from exc
     except ValidationError as exc:
         raise ManifestError("\n".join(f"{shown}: {line}" for line in _explain(exc))) from exc
-    problems = [*_contradictions(manifest), *_unlisted(manifest, patches)]
+    problems = [*_contradictions(manifest), *([] if unlisted else _unlisted(manifest, patches))]
     if problems:
         raise ManifestError("\n".join(f"{shown}: {line}" for line in problems))
     return manifest

@@ -234,7 +234,15 @@ def _explain(git: Git, tree: Path, patch: Path, said: str, present: bool) -> str
     if present:
         lines.append("    the tree already holds all of what this patch does")
         return "\n".join(lines)
-    # Writes a .rej file beside each target, holding exactly the hunks that do not fit; the tree is thrown away.
+    return "\n".join([*lines, *rejected_hunks(git, tree, patch)])
+
+
+def rejected_hunks(git: Git, tree: Path, patch: Path) -> list[str]:
+    """Apply what fits of a patch, and return the hunks that do not, each with what the tree has in its place.
+
+    A .rej file beside each target holds exactly those hunks, as git writes it.
+    """
+    lines = []
     git.status("apply", "--reject", "--whitespace=nowarn", str(patch), cwd=tree)
     for reject in sorted(tree.rglob("*.rej")):
         target = reject.with_suffix("")
@@ -245,7 +253,7 @@ def _explain(git: Git, tree: Path, patch: Path, said: str, present: bool) -> str
             lines += [f"    {line}" for line in hunk[:_MAX_LINES]]
             lines += ["  the tree has there:"]
             lines += _nearest(header, hunk, actual)
-    return "\n".join(lines)
+    return lines
 
 
 def _hunks(reject: str) -> list[tuple[str, list[str]]]:

@@ -11,7 +11,6 @@ import pytest
 
 from ci import porting, series
 from ci.regress import PATCHES, REPOSITORY, manifest, worktree
-from ci.regress.errors import PatchError
 from ci.regress.manifest import Identity
 from tests.pipeline.project import MODULE, PACKAGE, STOCK, Project, git, write_files
 
@@ -101,8 +100,11 @@ def test_adaptation_that_the_series_has_left_behind(port: Project) -> None:
     (adaptations / "cure.diff").write_text(
         f"diff --git a/{MODULE} b/{MODULE}\n--- a/{MODULE}\n+++ b/{MODULE}\n@@ -1,1 +1,1 @@\n-gone\n+here\n"
     )
-    with pytest.raises(PatchError, match=r"cure\.diff does not apply any more"):
-        put(port, STOCK.replace("return 0.5", "return 0.25"), adaptations)
+    results, tree = put(port, STOCK.replace("return 0.5", "return 0.25"), adaptations)
+    assert [result.outcome for result in results] == ["stale", "applies"]
+    for word in (f"{MODULE}  @@ -1,1 +1,1 @@", "-gone", "the tree has there:", "Experts."):
+        assert word in results[0].stale
+    assert git(tree, "status", "--porcelain", "--ignored") == ""
 
 
 def test_file_that_the_other_release_does_not_have(port: Project) -> None:
