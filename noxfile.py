@@ -110,6 +110,18 @@ def tests(session: nox.Session) -> None:
     _python(session, _interpreter, "-m", "pytest", "tests", *(session.posargs or ["-q", "-n", "2"]))
 
 
+@nox.session(name="bench-gather", venv_backend="none", requires=["environment"], default=False)
+def bench_gather(session: nox.Session) -> None:
+    """Time the gather of stock and patched beside another version; arguments after `--` go to the module."""
+    _python(session, _interpreter, "-m", "ci.bench.gather", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def impostors(session: nox.Session) -> None:
+    """Say which contract catches which almost-right gather."""
+    _python(session, _interpreter, "-m", "ci.impostors", *session.posargs)
+
+
 def _chosen(arguments: list[str]) -> str | None:
     """Return what `--target` names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

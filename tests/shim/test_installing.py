@@ -42,15 +42,18 @@ from nemo_automodel.components.utils import model_utils
 owners = [Checkpointer, config.DeepseekV4Config, layers.DeepseekV4Indexer, model.DeepseekV4ForCausalLM,
           GroupedExperts, model_utils]
 before = [dict(vars(owner)) for owner in owners]
+bases = layers.DeepseekV4Indexer.__bases__
 assert nemo_automodel_shim.install() == "automodel/v0.5.0"
 changed = [set(k for k in vars(o) if vars(o)[k] is not b.get(k)) for o, b in zip(owners, before)]
 assert all(changed), changed
 assert changed[4] == {"forward"} and changed[0] >= {"save_optimizer", "load_optimizer"}, changed
 once = [dict(vars(owner)) for owner in owners]
 assert nemo_automodel_shim.install() == "automodel/v0.5.0"
+assert layers.DeepseekV4Indexer.__bases__ != bases
 assert once == [dict(vars(owner)) for owner in owners], "a second call changed something"
 nemo_automodel_shim.uninstall()
 assert before == [dict(vars(owner)) for owner in owners]
+assert layers.DeepseekV4Indexer.__bases__ == bases
 nemo_automodel_shim.uninstall()
 print("restored")
 """,

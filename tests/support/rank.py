@@ -90,11 +90,17 @@ def _read_frame(sock: socket.socket) -> Any:
 # ------------------------------------------------------------------------------------------------ the body's world
 
 
-def make_context(rank: int, world_size: int, directory: Path, backend: str = "gloo") -> RankContext:
-    """Return the context of one rank, however the rank was started."""
+def make_context(
+    rank: int, world_size: int, directory: Path, backend: str = "gloo", local_rank: int | None = None
+) -> RankContext:
+    """Return the context of one rank, however the rank was started; with NCCL, on the GPU of its local rank."""
     import torch
 
-    return RankContext(rank, world_size, directory, torch.device("cpu"), backend)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank if local_rank is None else local_rank)
+        torch.cuda.set_device(device)
+    return RankContext(rank, world_size, directory, device, backend)
 
 
 @contextlib.contextmanager
@@ -118,16 +124,17 @@ def process_group(context: RankContext, store: dist.Store | None, timeout: float
 
 
 def check_tree() -> None:
-    """Raise ``SetupError`` if ``nemo_automodel`` was imported from outside ``$CONTRACT_TREE``."""
+    """Raise ``SetupError`` if the package under test was imported from outside ``$CONTRACT_TREE``."""
     tree = os.environ.get("CONTRACT_TREE")
-    module = sys.modules.get("nemo_automodel")
+    package = os.environ.get("CONTRACT_PACKAGE", "nemo_automodel")
+    module = sys.modules.get(package)
     if not tree or module is None:
         return
     wanted = os.path.realpath(tree)
     files = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
     for found in map(os.path.realpath, files):
         if os.path.commonpath([found, wanted]) != wanted:
-            raise SetupError(f"nemo_automodel comes from {found}, which is not under CONTRACT_TREE={wanted}")
+            raise SetupError(f"{package} comes from {found}, which is not under CONTRACT_TREE={wanted}")
 
 
 # ------------------------------------------------------------------------------------------------ reports
@@ -272,7 +279,7 @@ def _set_up(job: dict[str, Any], failed_preloads: dict[str, str]) -> tuple[RankC
         if module not in sys.modules:
             raise SetupError(f"{module} is not preloaded: it is not in sys.modules at the start of the rank")
     torch.set_num_threads(1)
-    context = make_context(rank, world_size, directory)
+    context = make_context(rank, world_size, directory, job["backend"])
     store = dist.FileStore(job["store"], world_size)
     store.set_timeout(datetime.timedelta(seconds=job["pg_timeout"]))
     return context, store

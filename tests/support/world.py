@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function in a world of real ranks: one process each, joined in a gloo process group.
+"""Run a function in a world of real ranks: one process each, joined in a process group.
 
 ``run_world`` starts fresh processes for each world, and none of them outlives the call.  They are forked from a
-server that has already imported torch, so that a world of eight starts in a fraction of a second.
+server that has already imported torch, so that a world of eight starts in a fraction of a second.  In a pytest that
+torchrun launched (``--torchrun``), the launched processes are the ranks instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import launch
 from . import rank as rank_module
 from .forkserver import ForkServerError, get_server, stop_server
 from .outcomes import RankOutcome, WorldFailure
@@ -60,6 +62,7 @@ def run_world(
     grace: float = 3.0,
     preload: Sequence[str] = (),
     check: bool = True,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run ``body(context, *args, **kwargs)`` in ``world_size`` fresh processes and return the results by rank.
 
@@ -76,12 +79,14 @@ def run_world(
         grace: seconds which the other ranks have after the first failure to fail by themselves.
         preload: modules to import in the fork server in addition to those of torch.
         check: whether to raise if a rank fails; otherwise the result is a list of ``RankOutcome``.
+        backend: of the process group; ``nccl`` takes one GPU a rank.  Under torchrun the launch has chosen.
 
     Raises:
         WorldFailure: a rank failed, and ``check`` is true.
         ForkServerError: the fork server could not be started, or died.
         TypeError: the body is not an importable function, or the arguments cannot be pickled.
         ValueError: no ranks, or a timeout that is not positive or not below the deadline.
+        OtherWorldSize: torchrun has launched another number of ranks.
         RuntimeError: called inside a rank.
     """
     if rank_module.in_rank:
@@ -99,12 +104,17 @@ def run_world(
         raise TypeError(f"the arguments of {body.__qualname__} cannot be pickled: {error}") from error
     directory = Path(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
+    if launch.current is not None:
+        outcomes, directory, elapsed = launch.current.run(
+            body, world_size, directory, tuple(args), dict(kwargs or {}), deadline, pg_timeout
+        )
+        return _results(outcomes, directory, elapsed, check)
     modules = tuple(dict.fromkeys((*PRELOAD, *preload)))
     env = {**ENV_DEFAULTS, **os.environ}
     with one_world_at_a_time():
         server = get_server(modules, env)
         job = {"world_size": world_size, "directory": str(directory), "call": call, "pg_timeout": pg_timeout}
-        job |= {"env": env, "cwd": os.getcwd(), "preload": modules}
+        job |= {"env": env, "cwd": os.getcwd(), "preload": modules, "backend": backend}
         world = World(server, job, directory, deadline, grace)
         try:
             world.run()
@@ -118,11 +128,14 @@ def run_world(
             raise
         finally:
             world.close()
-    outcomes = world.outcomes()
+    return _results(world.outcomes(), directory, world.elapsed, check)
+
+
+def _results(outcomes: list[RankOutcome], directory: Path, elapsed: float, check: bool) -> list[Any]:
     if not check:
         return outcomes
     if any(outcome.kind != "ok" for outcome in outcomes):
-        raise WorldFailure(outcomes, directory, world.elapsed)
+        raise WorldFailure(outcomes, directory, elapsed)
     return [outcome.value for outcome in outcomes]
 
 

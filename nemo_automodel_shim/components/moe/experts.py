@@ -4,11 +4,14 @@
 ``GroupedExperts`` of ``nemo_automodel/components/moe/experts.py`` gathers the tokens of all expert-parallel (EP)
 ranks, lets each rank compute its own experts for all of them, and sums the results. In 0.4.0 and 0.5.0 the routing
 weights are gathered without a backward (0.5.0: line 356), so neither the router nor the hidden states below it
-receive the router's share of the gradient.
+receive the router's share of the gradient. On a rank whose experts receive no token the biases are left out, and with
+no token on any rank the release fails.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,12 +57,56 @@ def gather_rows(rows: torch.Tensor, counts: list[int], group: dist.ProcessGroup)
     return _GatherRows.apply(rows, counts, group)
 
 
-def exchange_counts(count: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Number of rows of each rank of ``group``, given this rank's ``count``; collectives run on ``device``."""
-    mine = torch.tensor([count], dtype=torch.int64, device=device)
-    counts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, mine, group=group)
-    return [int(other) for other in counts]
+def exchange_counts(x: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Number of tokens of each rank; the ranks also agree on what has a backward, which is a collective.
+
+    Args:
+        x: Tensor of shape [tokens, dim], this rank's hidden states.
+        weights: Tensor of shape [tokens, top_k], this rank's routing weights.
+        group: The process group; the exchange runs on the device of ``x``.
+
+    Returns:
+        Number of tokens of each rank.
+
+    Raises:
+        ValueError: On every rank, if ``x`` or ``weights`` requires a gradient on some ranks only.
+    """
+    needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weights)]
+    mine = torch.tensor([x.size(0), *needed], dtype=torch.int64, device=x.device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    counts, *flags = torch.stack(found).T.tolist()
+    for name, required in zip(("hidden states", "routing weights"), flags, strict=True):
+        if len(set(required)) > 1:
+            ranks = [rank for rank, flag in enumerate(required) if flag]
+            raise ValueError(
+                f"The {name} require a gradient on expert-parallel ranks {ranks} of {len(required)} only. "
+                "Freeze, or train, the router and the layers below on all ranks alike."
+            )
+    return counts
+
+
+def zero_with_gradients(*tensors: torch.Tensor) -> torch.Tensor:
+    """A zero (scalar, fp32) through which each tensor, of any shape, gets a gradient of zeros; no element is read."""
+    return torch.stack([tensor[:0].sum(dtype=torch.float32) for tensor in tensors]).sum()
+
+
+def with_biases(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap ``GroupedExpertsDeepEP.forward`` so that biases have a gradient where no token arrives.
+
+    Its ``IndexError`` on a rank without tokens of its own whose experts receive none is not cured here; patch 0005
+    does.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = forward(self, *args, **kwargs)
+        if self.expert_bias:
+            biases = (_local(bias, y.dtype) for bias in (self.gate_up_proj_bias, self.down_proj_bias))
+            y = y + zero_with_gradients(*biases).to(y.dtype)
+        return y
+
+    return wrapped
 
 
 class GroupedExperts:
@@ -80,7 +127,8 @@ class GroupedExperts:
             Tensor of shape [tokens, dim] and of the dtype of ``x``.
 
         Raises:
-            ValueError: If the experts cannot be divided evenly over the EP ranks, or the mesh has several dimensions.
+            ValueError: If the experts cannot be divided evenly over the EP ranks, the mesh has several dimensions, or
+                the EP ranks disagree about what requires a gradient.
         """
         dtype, tokens = x.dtype, x.size(0)
         group, ep_rank, ep_size, counts = None, 0, 1, [tokens]
@@ -94,7 +142,7 @@ class GroupedExperts:
             raise ValueError(f"{self.n_routed_experts} experts cannot be divided over ep_size={ep_size}")
 
         if group is not None:
-            counts = exchange_counts(tokens, group, x.device)
+            counts = exchange_counts(x, weights, group)
             weights = weights.float()
             x, weights, indices, token_mask = (
                 gather_rows(rows, counts, group) for rows in (x, weights, indices, token_mask)
@@ -105,11 +153,17 @@ class GroupedExperts:
         params = [_local(self.gate_and_up_projs, dtype), _local(self.down_projs, dtype)]
         biases = [self.gate_up_proj_bias, self.down_proj_bias] if self.expert_bias else [None, None]
         params += [_local(bias, dtype) for bias in biases]
-        if self.use_torch_mm:
+        if x.size(0) == 0:
+            # The release's own paths read the first token.
+            used = (tensor for tensor in (x, weights, *params) if tensor is not None)
+            y = x.new_zeros(x.shape, dtype=torch.float32) + zero_with_gradients(*used)
+        elif self.use_torch_mm:
             y = self._forward_grouped_mm(x, token_mask, weights, indices, *params, local, first)
         else:
             y = self._forward_loop(x, weights, indices, token_mask, *params, local, first, first + local)
 
+        if self.expert_bias:
+            y = y + zero_with_gradients(*params[2:])
         if group is not None:
             # Every rank enters the backward of the gather, also one whose experts got no token.
             y = y + x.sum(dtype=torch.float32) * 0.0

@@ -62,8 +62,8 @@ def build_trainer(context: RankContext, seed: int, **options: object) -> Trainer
         for param in model.parameters():
             param.data = param.data.float()
         precision["lm_head_precision"] = "float32"
-    world = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("dp",))
-    moe = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("ep",))
+    world = init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("dp",))
+    moe = init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("ep",))
     parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep", **precision)
     if not isinstance(model.model.layers["0"].mlp.experts.down_projs, DTensor):
         raise PreconditionError("the experts are not sharded")

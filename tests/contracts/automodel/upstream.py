@@ -12,12 +12,21 @@ import contextlib
 import os
 
 import torch
+from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
 from nemo_automodel.components.models.common.utils import BackendConfig
 from nemo_automodel.components.moe import layers as moe_layers
 from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import MoE
-from nemo_automodel.components.moe.parallelizer import ExpertParallel, parallelize_model
+from nemo_automodel.components.moe.parallelizer import (
+    ExpertParallel,
+    apply_ac,
+    apply_ep,
+    apply_fsdp,
+    parallelize_model,
+)
+from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+from nemo_automodel.components.utils.model_utils import apply_parameter_freezing
 
 import nemo_automodel_shim
 
@@ -29,9 +38,16 @@ __all__ = [
     "ExpertParallel",
     "MoE",
     "MoEConfig",
+    "PeftConfig",
+    "apply_ac",
+    "apply_ep",
+    "apply_fsdp",
+    "apply_lora_to_linear_modules",
+    "apply_parameter_freezing",
     "cpu_backend",
     "parallelize_model",
     "plain_checkpointer",
+    "scale_grads_and_clip_grad_norm",
 ]
 
 # For the world launcher: with this imported, a rank starts without importing transformers again.
