@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep the series, the shim and the pins the same: export commits as patch files, derive one series from another.
 
-``check`` applies each series to its release, holds the modules that it adds against the shim's, exports it again, and
-compares byte by byte; a series that is derived (``like`` in series.toml) is derived anew for that.  ``derive`` writes
+``check`` applies each series to its release, exports it again, and compares byte by byte.  The modules that a series adds
+are held against the shim's; one that is derived (``like`` in series.toml) is derived anew instead, and may adapt them.  ``derive`` writes
 what ``check`` would ask for: first the series that others are derived from, then those, and for each the blob ids in
 series.toml.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over when it is called
 again.  ``lint`` holds every patch against the rules of ``ci.lint``.  ``export --from CLONE`` makes the files from
@@ -72,9 +72,14 @@ def with_body(text: str, body: str) -> str:
 
 
 def rebuild(
-    target: manifest.Target, patches: Path, identity: manifest.Identity, work: Path, clone: str | None = None
+    target: manifest.Target,
+    patches: Path,
+    identity: manifest.Identity,
+    work: Path,
+    clone: str | None = None,
+    derived: bool = False,
 ) -> dict[str, bytes]:
-    """Apply the series to its release with the shim's modules put in, and export it.
+    """Apply the series to its release, with the shim's modules put in unless it is derived, and export it.
 
     Args:
         target: The release.
@@ -82,6 +87,7 @@ def rebuild(
         identity: Author of exported patches.
         work: An empty directory.
         clone: A repository that holds the commit, for a release without a wheel.
+        derived: Whether the series is made from another one, shim's modules included.
 
     Returns:
         Bytes of each patch file, by name.
@@ -103,7 +109,7 @@ def rebuild(
         worktree.apply_series(git, tree, [file], False, lambda line: None)
         if "offset" in said:
             raise PatchError(f"{target.series}/{patch.file} applies with an offset:\n{said.strip()}")
-        for added, source in patch.adds.items():
+        for added, source in ({} if derived else patch.adds).items():
             file = tree / added
             if not file.is_file():
                 raise PatchError(f"{patch.file} does not add {added}, as `adds` in {manifest.FILE} says")
@@ -222,8 +228,9 @@ def _check_one(options: argparse.Namespace, loaded: manifest.Manifest, name: str
     target = loaded.targets[name]
     for part in ("a", "b", "c"):
         (work / part).mkdir()
-    problems = difference(target, PATCHES, rebuild(target, PATCHES, loaded.identity, work / "a", options.git))
-    if name in deriving.derived(loaded):
+    derived = name in deriving.derived(loaded)
+    problems = difference(target, PATCHES, rebuild(target, PATCHES, loaded.identity, work / "a", options.git, derived))
+    if derived:
         ports = deriving.derive(loaded, name, PATCHES, work / "b", options.git)
         made = exported(ports.port.git, ports.port.tree, ports.base, work / "c")
         problems += difference(target, PATCHES, made)
