@@ -78,6 +78,40 @@ def regress(session: nox.Session) -> None:
         session.warn(f"ran the fallback {ran}, not {name}: there is no Python {_key(targets, name, 'python')} here")
 
 
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def targets(session: nox.Session) -> None:
+    """Run the contracts on every release of Automodel but the default; with `-- --git CLONE`, on the commits too."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--git")
+    given, others = parser.parse_known_args(session.posargs)
+    table = nox.project.load_toml("patches/series.toml")["targets"]
+    default = _default(table)
+    for name, target in table.items():
+        pinned = any(key in target for key in ("commit", "tag"))
+        if name == default or not pinned or _key(table, name, "project") != _key(table, default, "project"):
+            continue
+        arguments = ["--target", name, *others]
+        if "wheel" not in target:
+            if given.git is None:
+                session.log(f"{name}: in git only, not run (give a clone after `-- --git`)")
+                continue
+            arguments += ["--git", given.git, *([] if others else ["--record"])]
+        interpreter = _environment_of(session, table, name)[0] if _installs else _interpreter
+        _python(session, interpreter, "-m", "ci.regress", *arguments)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def rebase(session: nox.Session) -> None:
+    """Try the series on another commit; `-- --git PATH --commit SHA`."""
+    _python(session, _interpreter, "-m", "ci.rebase", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def upstream(session: nox.Session) -> None:
+    """Run upstream's own unit tests before and after the series; `-- --git PATH`."""
+    _python(session, _interpreter, "-m", "ci.upstream", *session.posargs)
+
+
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of the pipeline, the shim and the helpers; arguments after `--` go to pytest."""

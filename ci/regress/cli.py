@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--require-green", action="store_true", help="with --tree: exit 1 if a contract that the series cures is red")
     add("--only", metavar="CONTRACT", action="append", default=[], help="only this contract; may be repeated")
     add("--with-shim", action="store_true", help="a third side: stock, with the runtime shim installed")
+    add("--record", action="store_true", help="keep the result, with date and commit, in patches/results.toml")
     add("--keep", action="store_true", help="keep the throw-away trees, and say where they are")
     add("--list", action="store_true", help="list targets, patches and contracts; run nothing")
     add("--report-dir", metavar="DIR", type=Path, help="where reports go (default: .regress/<target>)")
@@ -171,6 +172,8 @@ def _main(options: argparse.Namespace) -> int:
         page.write(result, target, patches, reports)
         if reports.parent == OUTPUT:
             page.write_index(OUTPUT)
+        if options.record:
+            report.record(result, patches / "results.toml")
     except OSError as exc:
         raise UsageError(f"reports cannot be written: {exc}", "name another directory with --report-dir") from exc
     if not options.quiet:
@@ -190,6 +193,8 @@ def _shown(path: Path) -> str:
 def _check_usage(options: argparse.Namespace, name: str, target: Target) -> None:
     if options.git is not None and options.tree is not None:
         raise UsageError("--git and --tree exclude each other")
+    if options.record and (options.tree is not None or options.only):
+        raise UsageError("--record is for a whole run on a pinned release; leave out --tree and --only")
     for option, given in (("--apply", options.apply), ("--require-green", options.require_green)):
         if given and options.tree is None:
             raise UsageError(f"{option} needs --tree PATH")

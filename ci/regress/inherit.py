@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Table = Mapping[str, Any]
-OWN = ("default", "like", "without", "fallback")  # never taken over
+OWN = ("default", "like", "without", "renamed", "fallback")  # never taken over
 PINNED = ("commit", "tag", "wheel", "blobs", "series")  # taken over all together, or not at all
 _SHOWN = 'targets."{}".like'
 
@@ -51,7 +51,7 @@ def _resolve(targets: Mapping[str, Table], name: str, below: tuple[str, ...]) ->
     merged["patches"] = [_taken_over(patch, merged) for patch in base.get("patches", [])]
     if repinned:
         kept = [patch for patch in merged["patches"] if slug(patch) not in own.get("without", {})]
-        merged["patches"] = _numbered([*kept, *own.get("patches", [])])
+        merged["patches"] = _numbered([*kept, *own.get("patches", [])], own.get("renamed", {}))
     return merged
 
 
@@ -70,5 +70,9 @@ def _taken_over(patch: Table, target: Table) -> dict[str, Any]:
     return {**patch, "cures": cures}
 
 
-def _numbered(patches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**patch, "file": f"{number:04d}-{slug(patch)}.patch"} for number, patch in enumerate(patches, start=1)]
+def _numbered(patches: list[dict[str, Any]], renamed: Mapping[str, str]) -> list[dict[str, Any]]:
+    names = [renamed.get(slug(patch), slug(patch)) for patch in patches]
+    return [
+        {**patch, "file": f"{number:04d}-{name}.patch"}
+        for number, (patch, name) in enumerate(zip(patches, names, strict=True), start=1)
+    ]

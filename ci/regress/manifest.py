@@ -197,6 +197,7 @@ class Target(_Model):
     default: bool = False
     like: Text | None = None
     without: dict[str, Text] = {}  # patches of the other series that this one lacks (number and suffix left out): why
+    renamed: dict[str, Text] = {}  # patches of the other series that do less here: the name by which they go
     fallback: Text | None = None  # the target that runs where no interpreter of the range `python` is found
     project: Text
     repository: Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
@@ -265,13 +266,14 @@ class Manifest(_Model):
         return name, self.targets[name]
 
 
-def load(patches: Path) -> Manifest:
+def load(patches: Path, unlisted: bool = False) -> Manifest:
     """Read and check ``series.toml``, and the patch directories against it.
 
     A listed patch that is absent is no error here: the run goes on without it, and the verdicts say what is amiss.
 
     Args:
         patches: the directory that holds ``series.toml``.
+        unlisted: let patch files lie there that no target lists, for whoever is about to write them anew.
 
     Raises:
         ManifestError: the file is absent, is no TOML, breaks the schema, contradicts itself, or leaves out a patch
@@ -292,7 +294,7 @@ def load(patches: Path) -> Manifest:
         raise ManifestError(f"{shown}: {exc}") from exc
     except ValidationError as exc:
         raise ManifestError("\n".join(f"{shown}: {line}" for line in _explain(exc))) from exc
-    problems = [*_contradictions(manifest), *_unlisted(manifest, patches)]
+    problems = [*_contradictions(manifest), *([] if unlisted else _unlisted(manifest, patches))]
     if problems:
         raise ManifestError("\n".join(f"{shown}: {line}" for line in problems))
     return manifest
@@ -379,13 +381,14 @@ def _target_contradictions(manifest: Manifest, where: str, target: Target) -> li
         problems.append(f"{where}: needs `wheel` or `commit`")
     if target.fallback is not None and target.fallback not in manifest.targets:
         problems.append(f"{where}.fallback: there is no target {target.fallback!r}")
-    if target.without and target.like is None:
-        problems.append(f"{where}.without: needs `like`")
+    if (target.without or target.renamed) and target.like is None:
+        problems.append(f"{where}: `without` and `renamed` need `like`")
     elif target.like is not None:
         theirs = {inherit.slug({"file": patch.file}) for patch in manifest.targets[target.like].patches}
-        unknown = sorted(set(target.without) - theirs)
-        if unknown:
-            problems.append(f"{where}.without: {target.like} has no patch {', '.join(unknown)}")
+        for key in ("without", "renamed"):
+            unknown = sorted(set(getattr(target, key)) - theirs)
+            if unknown:
+                problems.append(f"{where}.{key}: {target.like} has no patch {', '.join(unknown)}")
     for index, entry in enumerate(target.not_applicable):
         undeclared = [contract for contract in entry.contracts if contract not in target.contracts]
         if undeclared:

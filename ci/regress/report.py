@@ -10,9 +10,11 @@ import json
 import signal
 import sys
 import textwrap
+import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -204,6 +206,27 @@ def write(report: Report, directory: Path) -> None:
     with (directory / "summary.txt").open("w", encoding="utf-8") as stream:
         lines = [Text(line) for line in ("", *summary(report))]
         console_for(stream, color=False).print(Group(table(report), *lines))
+
+
+def record(report: Report, path: Path) -> None:
+    """Keep what a run came to in a data file, beside the last run of each other target.  Raises ``OSError``."""
+    kept = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept[report.target] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": report.source.commit,
+        "torch": report.sides[0].torch or "",
+        "python": report.sides[0].python,
+        "exit_status": report.exit_status,
+        **{verdict.value.replace(" ", "_"): number for verdict, number in report.counts.items() if number},
+    }
+    lines = ["# The last run of each target, written by `python -m ci.regress --record`."]
+    for target in sorted(kept):
+        lines += [
+            "",
+            f"[{json.dumps(target)}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in kept[target].items()),
+        ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def junit(report: Report) -> ET.ElementTree:

@@ -98,6 +98,13 @@ class Git:
             raise GitFailure(f"git {arguments[0]}", done.stdout + done.stderr)
         return done.stdout
 
+    def run_both(self, *arguments: str, cwd: Path | None = None) -> str:
+        """Run git and return what it says on both streams.  Raises ``GitFailure`` if it fails."""
+        done = self._start(arguments, cwd)
+        if done.returncode != 0:
+            raise GitFailure(f"git {arguments[0]}", done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
     def status(self, *arguments: str, cwd: Path | None = None) -> int:
         """Run git and return its exit status."""
         return self._start(arguments, cwd).returncode
@@ -227,7 +234,15 @@ def _explain(git: Git, tree: Path, patch: Path, said: str, present: bool) -> str
     if present:
         lines.append("    the tree already holds all of what this patch does")
         return "\n".join(lines)
-    # Writes a .rej file beside each target, holding exactly the hunks that do not fit; the tree is thrown away.
+    return "\n".join([*lines, *rejected_hunks(git, tree, patch)])
+
+
+def rejected_hunks(git: Git, tree: Path, patch: Path) -> list[str]:
+    """Apply what fits of a patch, and return the hunks that do not, each with what the tree has in its place.
+
+    A .rej file beside each target holds exactly those hunks, as git writes it.
+    """
+    lines = []
     git.status("apply", "--reject", "--whitespace=nowarn", str(patch), cwd=tree)
     for reject in sorted(tree.rglob("*.rej")):
         target = reject.with_suffix("")
@@ -238,7 +253,7 @@ def _explain(git: Git, tree: Path, patch: Path, said: str, present: bool) -> str
             lines += [f"    {line}" for line in hunk[:_MAX_LINES]]
             lines += ["  the tree has there:"]
             lines += _nearest(header, hunk, actual)
-    return "\n".join(lines)
+    return lines
 
 
 def _hunks(reject: str) -> list[tuple[str, list[str]]]:

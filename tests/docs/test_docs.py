@@ -38,7 +38,8 @@ def commands(page: Path) -> list[str]:
     return [line[2:] for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
 
 
-ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
+# Those of docs/applying.md are run in their order by test_applying.py.
+ALL_COMMANDS = sorted({command for page in PAGES if page.name != "applying.md" for command in commands(page)})
 REGRESS = re.compile(r"(?:nox -s regress(?: -- )?|python -m ci\.regress ?)(.*)")
 BY_HAND = re.compile(r"nox -s (grid|bench-loader|search|mutants|torch-range)")
 

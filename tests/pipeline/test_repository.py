@@ -179,3 +179,48 @@ def test_nox_finds_an_interpreter_that_pyenv_keeps(project: Project) -> None:
     assert done.returncode == 0, done.stdout
     assert "3.999.1/bin/python -m venv" in done.stdout
     assert "ran" in done.stdout
+
+
+SEVERAL = """\
+[targets.first]
+default = true
+project = "p"
+requirements = ["a"]
+commit = "1"
+wheel = {}
+[targets.second]
+like = "first"
+tag = "2"
+wheel = {}
+[targets.in-git]
+like = "first"
+commit = "3"
+[targets.same-release]
+like = "first"
+[targets.elsewhere]
+project = "q"
+requirements = ["a"]
+tag = "1"
+wheel = {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "ran"),
+    [
+        ([], [["second"]]),
+        (["--git", "../x"], [["second"], ["in-git", "--git", "../x", "--record"]]),
+        (["--git=../x", "--only", "a.b"], [["second", "--only", "a.b"], ["in-git", "--only", "a.b", "--git", "../x"]]),
+    ],
+)
+def test_nox_runs_the_other_releases(tmp_path: Path, given: list[str], ran: list[list[str]]) -> None:
+    files = {
+        "noxfile.py": (REPOSITORY / "noxfile.py").read_text(),
+        "patches/series.toml": SEVERAL,
+        "ci/regress/__main__.py": "import sys\nprint('ran', *sys.argv[2:])\n",
+    }
+    write_files(tmp_path, files)
+    done = run_nox(tmp_path, "--no-venv", "-s", "targets", "--", *given)
+    assert done.returncode == 0, done.stdout
+    assert [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran ")] == ran
+    assert ("in-git: in git only, not run" in done.stdout) is (not given)

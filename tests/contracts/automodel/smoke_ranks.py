@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.contracts.automodel.tiny_models import VOCABULARY, build_deepseek_v4, seed_parameters
+from tests.contracts.automodel.tiny_models import VOCABULARY, build_deepseek_v4, logits_of, seed_parameters
 from tests.contracts.automodel.upstream import parallelize_model, plain_checkpointer
 from tests.contracts.outcomes import PreconditionError
 from tests.support.training import differences, snapshot
@@ -38,7 +38,7 @@ class Trainer:
         """One optimizer step on this rank's own seeded tokens; returns the loss."""
         generator = torch.Generator().manual_seed(1000 * number + self.rank)
         tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=generator)
-        logits = self.model(tokens).logits
+        logits = logits_of(self.model(tokens))
         loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:])
         loss.backward()
         self.optimizer.step()
@@ -56,9 +56,15 @@ def build_trainer(context: RankContext, seed: int, **options: object) -> Trainer
     model = build_deepseek_v4(**options)
     model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.bfloat16)
     seed_parameters(model, seed)
+    precision = {}
+    if len({param.dtype for param in model.parameters()}) > 1 and hasattr(model, "_keep_in_fp32_modules_strict"):
+        # 0.7.0 keeps some parameters in fp32, and does not shard them together with BF16 ones.
+        for param in model.parameters():
+            param.data = param.data.float()
+        precision["lm_head_precision"] = "float32"
     world = init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("dp",))
     moe = init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("ep",))
-    parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep")
+    parallelize_model(model, world, moe, dp_axis_names=("dp",), ep_axis_name="ep", **precision)
     if not isinstance(model.model.layers["0"].mlp.experts.down_projs, DTensor):
         raise PreconditionError("the experts are not sharded")
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)

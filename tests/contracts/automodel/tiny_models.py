@@ -80,6 +80,11 @@ def build_deepseek_v4(**options: object) -> DeepseekV4ForCausalLM:
     return DeepseekV4ForCausalLM(config, backend=cpu_backend())
 
 
+def logits_of(output: object) -> torch.Tensor:
+    """Logits of shape [batch, sequence, vocabulary]; before 0.5.0 the model returned them bare."""
+    return getattr(output, "logits", output)
+
+
 def build_deepseek_v32(**options: object) -> DeepseekV32ForCausalLM:
     """Two layers with an indexer each, in FP32."""
     return DeepseekV32ForCausalLM(DeepseekV32Config(**{**_MLA, "qk_head_dim": 16, **options}), backend=cpu_backend())

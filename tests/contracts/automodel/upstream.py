@@ -8,12 +8,14 @@ Rank processes import this module before anything else, so that a side that runs
 
 from __future__ import annotations
 
+import contextlib
 import os
 
+import torch
 from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
-from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
-from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
 from nemo_automodel.components.models.common.utils import BackendConfig
+from nemo_automodel.components.moe import layers as moe_layers
 from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import MoE
 from nemo_automodel.components.moe.parallelizer import (
@@ -51,6 +53,19 @@ __all__ = [
 # For the world launcher: with this imported, a rank starts without importing transformers again.
 PRELOAD = (__name__,)
 
+
+class _Stream:
+    """Stands in for a CUDA stream: releases to 0.4.0, and commits soon after, run shared experts in one."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for: everything runs in order."""
+
+
+if hasattr(moe_layers, "_shared_experts_stream") and not torch.cuda.is_available():
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = lambda device=None: _Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
 if os.environ.get("AUTOMODEL_SHIM_INSTALL") == "1":
     nemo_automodel_shim.install()
 
@@ -63,7 +78,14 @@ def cpu_backend(**options: object) -> BackendConfig:
 
 def plain_checkpointer(directory: os.PathLike | str, rank: int = 0) -> Checkpointer:
     """The release's Checkpointer writing plain DCP, without Hugging Face export."""
+    # Named in full: 0.4.0 has no defaults for these.
     config = CheckpointingConfig(
-        checkpoint_dir=directory, model_save_format="torch_save", save_consolidated=False, model_repo_id="none"
+        enabled=True,
+        checkpoint_dir=directory,
+        model_save_format="torch_save",
+        model_cache_dir=directory,
+        model_repo_id="none",
+        save_consolidated=False,
+        is_peft=False,
     )
     return Checkpointer(config, dp_rank=rank, tp_rank=0, pp_rank=0)
