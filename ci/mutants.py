@@ -230,9 +230,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "integer ids of the wrong parameter",
-        "                names[str(number)] = name\n                self.options[name]",
-        "                number = len(saved[index]) - 1 - number\n                names[str(number)] = name\n"
-        "                self.options[name]",
+        "for name, number in zip(group, its_ids, strict=True)",
+        "for name, number in zip(group, its_ids[::-1], strict=True)",
         POSITIONS + "test_resume_equals_the_uninterrupted_run",
         READER,
     ),

@@ -115,7 +115,9 @@ def test_a_save_of_several_parts_is_refused() -> None:
     parts = [_run(("used",)), _run(("late",))]
     models: list[nn.Module] = [part.model for part in parts]
     optimizers = [part.optimizer for part in parts]
-    with pytest.raises(OptimizerStateError, match="2 optimizers on one rank: state by integer ids is that of one part"):
+    with pytest.raises(
+        OptimizerStateError, match="2 optimizers on one rank: state by integer ids is that of one of them"
+    ):
         validate_optimizers_for_save(models, optimizers, by_position=True)
 
 
@@ -124,3 +126,40 @@ def test_ranks_that_hold_other_parameters_in_the_same_place_are_refused(tmp_path
     assert len(set(texts)) == 1
     assert "nothing was written" in texts[0]
     assert "parameter 0 of the optimizer (stage0.weight: state, step 1 on rank 0; stage1.weight" in texts[0]
+
+
+def _stages(names: tuple[str, ...]) -> tuple[list[Run], dict[str, Any]]:
+    runs = [_run((name,)) for name in names]
+    return runs, {
+        "models": [run.model for run in runs],
+        "optimizers": [run.optimizer for run in runs],
+        "parts": [("parts", f"part_{at}") for at, _ in enumerate(names)],
+    }
+
+
+def test_each_part_of_a_pipeline_gets_its_own_state(tmp_path: Path) -> None:
+    runs, live = _stages(("used", "late"))
+    runs[0].train(range(3), ["used"])
+    validate_optimizers_for_save(live["models"], live["optimizers"], by_position=True, parts=live["parts"])
+    saved = [positional_optimizer_state_dict([run.model], [run.optimizer]) for run in runs]
+    dcp.save({"optim": {"parts": {"part_0": saved[0], "part_1": saved[1]}}}, checkpoint_id=tmp_path)
+    others, again = _stages(("used", "late"))
+    for mine, theirs in zip(others, runs, strict=True):
+        mine.model.load_state_dict(theirs.model.state_dict())
+        mine.scheduler.load_state_dict(theirs.scheduler.state_dict())
+    load_optimizer_state(again["models"], again["optimizers"], None, tmp_path, parts=again["parts"])
+    assert len(others[0].optimizer.state) == 2
+    assert not others[1].optimizer.state
+    for run in (*runs, *others):
+        run.train(range(3, 6), list(run.model))
+    assert [torch.equal(*pair) for pair in zip(*(_parameters(each) for each in (runs, others)), strict=True)] == [
+        True
+    ] * 4
+    with pytest.raises(OptimizerStateError, match=r"for groups of \[\] parameters in part_2"):
+        load_optimizer_state(again["models"][:1], again["optimizers"][:1], None, tmp_path, parts=[("parts", "part_2")])
+    with pytest.raises(OptimizerStateError, match="for one optimizer; there are 2"):
+        load_optimizer_state(again["models"], again["optimizers"], None, tmp_path)
+
+
+def _parameters(runs: list[Run]) -> list[torch.Tensor]:
+    return [param for run in runs for param in run.model.parameters()]

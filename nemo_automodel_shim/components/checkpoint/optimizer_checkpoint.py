@@ -7,7 +7,7 @@ was saved sparse has ``optim.never_updated.<name>`` for each parameter that was 
 do not ask for.
 
 Where the optimizer's own state dict was saved there are integer ids in place of names: ``optim.state.<id>.<entry>``,
-``optim.param_groups.<group>.<option>`` and ``optim.never_updated.<id>``.
+``optim.param_groups.<group>.<option>`` and ``optim.never_updated.<id>``, or the same further down, a pipeline part.
 """
 
 from __future__ import annotations
@@ -121,43 +121,59 @@ class OptimizerCheckpoint:
             name, entry = self._split(plain_name(key[len(STATE) :]))
             self.entries[name][sys.intern(entry)] = key
 
-    def name_positions(self, groups: list[list[str]]) -> None:
+    def name_positions(self, parts: dict[tuple[str, ...], list[list[str]]]) -> None:
         """Take integer ids for the names of the live parameters in the same places.
 
         Args:
-            groups: Names of the live parameters, by group.
+            parts: Names of the live parameters by group, of each optimizer; its key is where its state dict lies below
+                ``optim``, the empty tuple for ``optim`` itself.
 
         Raises:
-            OptimizerStateError: If the file's groups are not of the same lengths.
+            OptimizerStateError: If the file has other parts, or its groups are not of the same lengths.
         """
-        options: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
-        entries: dict[str, dict[str, str]] = defaultdict(dict)
+        self.options, self.entries = defaultdict(dict), defaultdict(dict)
         never_updated = set()
-        for key, path in self.metadata.paths.items():
-            if _is_option_by_position(path):
-                options[path[2]][path[3:]] = key
-            elif path[:2] == ("optim", "state"):
-                entries[str(path[2])][".".join(map(str, path[3:]))] = key
-            elif path[:2] == ("optim", "never_updated"):
-                never_updated.add(str(path[2]))
-        ids = [options[index].pop(("params",), None) for index in range(len(options))]
-        values, _ = self.read_values(key for key in ids if key is not None)
-        saved = [values.get(key, []) for key in ids]
+        for part, groups in parts.items():
+            options: dict[int, dict[tuple[Any, ...], str]] = defaultdict(dict)
+            entries: dict[str, dict[str, str]] = defaultdict(dict)
+            marks = []
+            for key, (place, *path) in self.metadata.paths.items():
+                if place != "optim" or tuple(path[: len(part)]) != part:
+                    continue
+                kind, number, *rest = path[len(part) :]
+                if kind == "param_groups":
+                    options[number][tuple(rest)] = key
+                elif kind == "state":
+                    entries[str(number)][".".join(map(str, rest))] = key
+                elif kind == "never_updated":
+                    marks.append(str(number))
+            names = self._names_by_id(
+                part, groups, [options[number].pop(("params",), None) for number in sorted(options)]
+            )
+            for number, (name, index) in names.items():
+                self.options[name] = options[index]
+                if number in entries:
+                    self.entries[name] = entries[number]
+            never_updated |= {names[number][0] for number in marks if number in names}
+        self.never_updated = never_updated or None
+
+    def _names_by_id(
+        self, part: tuple[str, ...], groups: list[list[str]], keys: list[str | None]
+    ) -> dict[str, tuple[str, int]]:
+        values, _ = self.read_values(key for key in keys if key is not None)
+        saved = [values.get(key, []) for key in keys]
         if [len(group) for group in saved] != [len(group) for group in groups]:
             raise OptimizerStateError(
                 f"{self.path} has integer ids in place of names, for groups of {[len(group) for group in saved]} "
-                f"parameters; the live groups have {[len(group) for group in groups]}. Which of them are new cannot be "
-                "told: build the optimizer over the parameters that it was saved with."
+                f"parameters{''.join(f' in {name}' for name in part[-1:])}; the live groups have "
+                f"{[len(group) for group in groups]}. Which of them are new cannot be told: build the optimizer over "
+                "the parameters, and the pipeline parts, that it was saved with."
             )
-        self.options, self.entries = defaultdict(dict), defaultdict(dict)
-        names = {}
-        for index, (group, its_ids) in enumerate(zip(groups, saved, strict=True)):
-            for name, number in zip(group, its_ids, strict=True):
-                names[str(number)] = name
-                self.options[name] = options[index]
-                if str(number) in entries:
-                    self.entries[name] = entries[str(number)]
-        self.never_updated = {names[number] for number in never_updated if number in names} or None
+        return {
+            str(number): (name, index)
+            for index, (group, its_ids) in enumerate(zip(groups, saved, strict=True))
+            for name, number in zip(group, its_ids, strict=True)
+        }
 
     def stored(self, key: str) -> TensorStorageMetadata | None:
         """Return size and dtype of a tensor, or ``None`` where ``key`` is another value."""
@@ -368,7 +384,9 @@ class _Reader(FileSystemReader):
 
 
 def _is_option_by_position(path: tuple[Any, ...]) -> bool:
-    return len(path) > 3 and path[:2] == ("optim", "param_groups") and isinstance(path[2], int)
+    # Where names stand in the file, a group's options are not nested: ``("optim", "param_groups.<name>.<option>")``.
+    at = path.index("param_groups") + 1 if path[:1] == ("optim",) and "param_groups" in path else len(path)
+    return at < len(path) and isinstance(path[at], int)
 
 
 def _batches(keys: Iterable[str]) -> Iterator[list[str]]:

@@ -25,7 +25,7 @@ import logging
 import numbers
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,11 @@ def positional_optimizer_state_dict(models: list[nn.Module], optimizers: list[to
 
 
 def validate_optimizers_for_save(
-    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], *, by_position: bool = False
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    by_position: bool = False,
+    parts: list[tuple[str, ...]] | None = None,
 ) -> None:
     """Check, before a save, that the ranks agree on the state; say once how many parameters have none.
 
@@ -128,7 +132,9 @@ def validate_optimizers_for_save(
         models: The model parts of this rank.
         optimizers: One optimizer a model part. They are not changed.
         by_position: Whether the file will have integer ids (``positional_optimizer_state_dict``). One id is one key,
-            so all ranks must then hold one part, and the same one.
+            so all ranks must then hold the same parameter under it.
+        parts: Where the state dict of each optimizer will lie below ``optim``; ``None`` for one optimizer, which lies
+            there itself.
 
     Raises:
         OptimizerStateError: On every rank alike, if the ranks do not agree. Nothing has been written then.
@@ -138,15 +144,18 @@ def validate_optimizers_for_save(
     error = None
     try:
         lives = live_parameters(models, optimizers)
-        if by_position and len(optimizers) != 1:
+        if by_position and len(parts or [()]) != len(optimizers):
             raise OptimizerStateError(
-                f"{len(optimizers)} optimizers on one rank: state by integer ids is that of one part alone, the others "
-                "would be lost. Train the parts with one optimizer, or without PEFT, quantised weights or EP."
+                f"{len(optimizers)} optimizers on one rank: state by integer ids is that of one of them, the others "
+                "would be lost. Train without several model parts, or without PEFT on quantised weights or EP."
             )
         summary = _summary(optimizers, lives)
         if by_position:
             summary = {
-                f"parameter {live.index} of the optimizer": f"{live.name}: {summary[live.name]}" for live in lives
+                f"parameter {live.index} of {'.'.join((parts or [()])[live.optimizer]) or 'the optimizer'}": (
+                    f"{live.name}: {summary[live.name]}"
+                )
+                for live in lives
             }
         cold = _cold(optimizers, lives)
     except Exception as exc:
@@ -176,6 +185,7 @@ def load_optimizer_state(
     path: str | os.PathLike,
     *,
     allow_new_parameters: bool = False,
+    parts: list[tuple[str, ...]] | None = None,
 ) -> None:
     """Load what ``path`` holds for the live parameters; leave without state what it lists without state.
 
@@ -191,13 +201,15 @@ def load_optimizer_state(
         path: Directory of the DCP checkpoint.
         allow_new_parameters: Start parameters that the checkpoint does not list without state. Their group's
             options still come from the checkpoint.
+        parts: Where the state dict of each optimizer lies below ``optim``, in a file with integer ids; ``None`` for one
+            optimizer, which lies there itself.
 
     Raises:
         OptimizerStateError: On every rank alike, if any rank cannot load. No optimizer, parameter group or
             scheduler has been changed then.
     """
     with without_collections():
-        _load(models, optimizers, schedulers or [], os.fspath(path), allow_new_parameters)
+        _load(models, optimizers, schedulers or [], os.fspath(path), allow_new_parameters, parts or [()])
 
 
 def _load(
@@ -206,6 +218,7 @@ def _load(
     schedulers: list[Any],
     path: str,
     allow_new_parameters: bool,
+    parts: list[tuple[str, ...]],
 ) -> None:
     loaded: list[dict[str, Any]] = []
     scheduled: list[dict[str, Any]] = []
@@ -221,7 +234,7 @@ def _load(
             raise OptimizerStateError(unreadable)
         checkpoint = OptimizerCheckpoint(path, metadata, seen.live)
         if checkpoint.by_position:
-            checkpoint.name_positions([[live.name for live in group] for group in _by_group(optimizers, lives)])
+            checkpoint.name_positions(_names_by_group(path, parts, optimizers, lives))
         _look(checkpoint, seen, allow_new_parameters)
         groups = _read_groups(checkpoint, optimizers, lives, seen)
         expected = ExpectedState(optimizers, lives, groups, checkpoint)
@@ -314,10 +327,20 @@ def _disagreement(summaries: list[dict[str, str]]) -> str | None:
     )
 
 
-def _by_group(optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]) -> Iterator[list[LiveParameter]]:
-    for number, optimizer in enumerate(optimizers):
-        for index in range(len(optimizer.param_groups)):
-            yield [live for live in lives if (live.optimizer, live.group_index) == (number, index)]
+def _names_by_group(
+    path: str, parts: list[tuple[str, ...]], optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]
+) -> dict[tuple[str, ...], list[list[str]]]:
+    if len(parts) != len(optimizers):
+        raise OptimizerStateError(
+            f"{path} has integer ids in place of names, for one optimizer; there are {len(optimizers)}. Build the "
+            "model parts that it was saved with."
+        )
+    names: dict[tuple[str, ...], list[list[str]]] = {}
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        names[part] = [[] for _ in optimizer.param_groups]
+    for live in lives:
+        names[parts[live.optimizer]][live.group_index].append(live.name)
+    return names
 
 
 def _look(checkpoint: OptimizerCheckpoint, seen: _Seen, allow_new_parameters: bool) -> None:
