@@ -7,7 +7,7 @@ import copy
 import inspect
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,10 @@ class LiveParameter:
         return {option: value for option, value in self.group.items() if option != "params"}
 
 
-def live_parameters(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[LiveParameter]:
+def live_parameters(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], parts: Sequence[tuple[str, ...]] = ()
+) -> list[LiveParameter]:
+    """List the parameters of each optimizer, by name; below the last word of its part, where it has one."""
     if len(models) != len(optimizers):
         raise OptimizerStateError(
             f"{len(models)} model parts and {len(optimizers)} optimizers: pass one optimizer a part."
@@ -74,8 +77,9 @@ def live_parameters(models: list[nn.Module], optimizers: list[torch.optim.Optimi
     lives = []
     for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=False)):
         names: dict[int, str] = {}
+        prefix = "".join(f"{word}." for word in parts[number][-1:]) if parts else ""
         for name, param in iter_named_parameters(model):
-            names.setdefault(id(param), name)
+            names.setdefault(id(param), prefix + name)
         index = 0
         for group_index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:

@@ -108,10 +108,10 @@ def positional_optimizer_state_dict(models: list[nn.Module], optimizers: list[to
 
     Returns:
         ``state`` and ``param_groups`` as ``Optimizer.state_dict`` gives them, by integer id, and ``never_updated``, of
-        the ids that would have state once updated and have none.
+        the ids that would have state once updated and have none, where there are any.
     """
     cold = _cold(optimizers, live_parameters(models, optimizers))
-    return optimizers[0].state_dict() | {"never_updated": {live.index: True for live in cold}}
+    return optimizers[0].state_dict() | ({"never_updated": {live.index: True for live in cold}} if cold else {})
 
 
 def validate_optimizers_for_save(
@@ -143,12 +143,12 @@ def validate_optimizers_for_save(
     cold: list[LiveParameter] = []
     error = None
     try:
-        lives = live_parameters(models, optimizers)
         if by_position and len(parts or [()]) != len(optimizers):
             raise OptimizerStateError(
                 f"{len(optimizers)} optimizers on one rank: state by integer ids is that of one of them, the others "
                 "would be lost. Train without several model parts, or without PEFT on quantised weights or EP."
             )
+        lives = live_parameters(models, optimizers, parts or () if by_position else ())
         summary = _summary(optimizers, lives)
         if by_position:
             summary = {
@@ -234,7 +234,10 @@ def _load(
             raise OptimizerStateError(unreadable)
         checkpoint = OptimizerCheckpoint(path, metadata, seen.live)
         if checkpoint.by_position:
-            checkpoint.name_positions(_names_by_group(path, parts, optimizers, lives))
+            _check_parts(path, parts, optimizers)
+            lives = live_parameters(models, optimizers, parts)
+            seen.live = {live.name for live in lives}
+            checkpoint.name_positions(_names_by_group(parts, optimizers, lives))
         _look(checkpoint, seen, allow_new_parameters)
         groups = _read_groups(checkpoint, optimizers, lives, seen)
         expected = ExpectedState(optimizers, lives, groups, checkpoint)
@@ -327,14 +330,17 @@ def _disagreement(summaries: list[dict[str, str]]) -> str | None:
     )
 
 
-def _names_by_group(
-    path: str, parts: list[tuple[str, ...]], optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]
-) -> dict[tuple[str, ...], list[list[str]]]:
+def _check_parts(path: str, parts: list[tuple[str, ...]], optimizers: list[torch.optim.Optimizer]) -> None:
     if len(parts) != len(optimizers):
         raise OptimizerStateError(
             f"{path} has integer ids in place of names, for one optimizer; there are {len(optimizers)}. Build the "
             "model parts that it was saved with."
         )
+
+
+def _names_by_group(
+    parts: list[tuple[str, ...]], optimizers: list[torch.optim.Optimizer], lives: list[LiveParameter]
+) -> dict[tuple[str, ...], list[list[str]]]:
     names: dict[tuple[str, ...], list[list[str]]] = {}
     for part, optimizer in zip(parts, optimizers, strict=True):
         names[part] = [[] for _ in optimizer.param_groups]

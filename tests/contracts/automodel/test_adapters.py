@@ -25,5 +25,6 @@ def test_adapters_on_experts_resume(names: tuple[str, ...], tmp_path: Path) -> N
     for alone, resumed in outcomes:
         restored = alone.pop("loaded")["entries"]
         assert restored == ["exp_avg", "exp_avg_sq", "parameter", "step"], f"after the load there is only {restored}"
-        assert set(alone[NEVER]) == ({"parameter"} if names == adapter_ranks.USED else set(restored))
+        steps = alone[NEVER].get("step", 0)  # later releases make up zeros for what no step reached
+        assert (float(steps) == 0) is (names == adapter_ranks.USED)
         assert differences(alone, resumed) == []
