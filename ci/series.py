@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep the series, the shim and the pins the same: export commits as patch files, derive one series from another.
 
-``check`` applies each series to its release, exports it again, and compares byte by byte.  The modules that a series adds
-are held against the shim's; one that is derived (``like`` in series.toml) is derived anew instead, and may adapt them.  ``derive`` writes
-what ``check`` would ask for: first the series that others are derived from, then those, and for each the blob ids in
-series.toml.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over when it is called
-again.  ``lint`` holds every patch against the rules of ``ci.lint``.  ``export --from CLONE`` makes the files from
-commits on top of the pinned one.
+``check`` applies each series to its release, exports it again, and compares byte by byte.  The modules that a series
+adds are held against the shim's; one that is derived (``like`` in series.toml) is derived anew instead, and may adapt
+them.  ``derive`` writes what ``check`` would ask for: first the series that others are derived from, then those, and
+for each the blob ids in series.toml.  ``adapt`` prepares what no merge can know (see ``ci.porting``), and takes it over
+when it is called again.  ``lint`` holds every patch against the rules of ``ci.lint``.  ``export --from CLONE`` makes
+the files from commits on top of the pinned one.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -183,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("action", choices=sorted(_ACTIONS))
     parser.add_argument("--target", help="a target of patches/series.toml (default: all; export: the default one)")
-    parser.add_argument("--git", help="a clone, for targets whose commit is in git only")
+    parser.add_argument(
+        "--git", action="append", default=[], help="a clone, for commits that are in git only; once a project"
+    )
     parser.add_argument("--patch", help="adapt: name of the patch, without number and suffix")
     parser.add_argument("--work", type=Path, help="adapt: a directory that does not exist yet; then the same again")
     parser.add_argument("--from", dest="clone", type=Path, help="export: a clone whose HEAD carries the series")
@@ -203,10 +206,21 @@ def _each(options: argparse.Namespace, loaded: manifest.Manifest, names: list[st
     """Return the targets to do: the one that is given, or all of ``names`` that can be had."""
     if options.target is not None:
         return [options.target]
-    absent = [name for name in names if loaded.targets[name].wheel is None and options.git is None]
+    absent = [
+        name for name in names if loaded.targets[name].wheel is None and _clone(options, loaded.targets[name]) is None
+    ]
     for name in absent:
-        print(f"{name}: in git only, left out (give a clone with --git)", file=sys.stderr)
+        print(f"{name}: in git only, left out (give a clone that holds it with --git)", file=sys.stderr)
     return [name for name in names if name not in absent]
+
+
+def _clone(options: argparse.Namespace, target: manifest.Target) -> str | None:
+    """Return the clone that holds a target's commit, the only one where a single target is asked for, or None."""
+    for clone in options.git:
+        ask = ["git", "-C", clone, "cat-file", "-e", f"{target.commit}^{{commit}}"]
+        if subprocess.run(ask, capture_output=True).returncode == 0:
+            return clone
+    return options.git[0] if options.git and options.target is not None else None
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded: manifest.Manifest) -> int:
@@ -228,10 +242,10 @@ def _check_one(options: argparse.Namespace, loaded: manifest.Manifest, name: str
     target = loaded.targets[name]
     for part in ("a", "b", "c"):
         (work / part).mkdir()
-    derived = name in deriving.derived(loaded)
-    problems = difference(target, PATCHES, rebuild(target, PATCHES, loaded.identity, work / "a", options.git, derived))
+    derived, clone = name in deriving.derived(loaded), _clone(options, target)
+    problems = difference(target, PATCHES, rebuild(target, PATCHES, loaded.identity, work / "a", clone, derived))
     if derived:
-        ports = deriving.derive(loaded, name, PATCHES, work / "b", options.git)
+        ports = deriving.derive(loaded, name, PATCHES, work / "b", clone)
         made = exported(ports.port.git, ports.port.tree, ports.base, work / "c")
         problems += difference(target, PATCHES, made)
     return problems
@@ -247,14 +261,14 @@ def _derive(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded
             failed.add(name)
             continue
         with tempfile.TemporaryDirectory(prefix="series-") as place:
-            work = Path(place)
+            work, clone = Path(place), _clone(options, target)
             try:
                 if name in derived:
                     (work / "b").mkdir()
-                    ports = deriving.derive(loaded, name, PATCHES, work / "b", options.git)
+                    ports = deriving.derive(loaded, name, PATCHES, work / "b", clone)
                     made = exported(ports.port.git, ports.port.tree, ports.base, work)
                 else:
-                    made = rebuild(target, PATCHES, loaded.identity, work, options.git)
+                    made = rebuild(target, PATCHES, loaded.identity, work, clone)
             except PatchError as exc:
                 print(exc, file=sys.stderr)
                 failed.add(name)
@@ -271,7 +285,8 @@ def _adapt(parser: argparse.ArgumentParser, options: argparse.Namespace, loaded:
     if file is not None:
         print(f"{file.relative_to(REPOSITORY)}; now `python -m ci.series derive`")
         return 0
-    for line in deriving.start_adapting(loaded, options.target, options.patch, PATCHES, work, options.git):
+    clone = _clone(options, loaded.targets[options.target])
+    for line in deriving.start_adapting(loaded, options.target, options.patch, PATCHES, work, clone):
         print(line)
     print("put the files in order, then give the same command again")
     return 0
