@@ -75,7 +75,7 @@ def derive(loaded: Manifest, name: str, patches: Path, work: Path, clone: str | 
             hints.add("rename or remove that file")
     if problems:
         raise PatchError("\n".join([f"{name} is left as it is:", *problems]), "; ".join(sorted(hints)).format(name))
-    kept = slugs | set(target.renamed.values())
+    kept = slugs | {revision.name for revision in target.revised.values()}
     own = [patch.file for patch in target.patches if porting.slug_of(patch.file) not in kept]
     files = [patches / target.series / file for file in own]
     worktree.apply_series(ports.port.git, ports.port.tree, files, False, lambda line: None)

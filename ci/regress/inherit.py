@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Table = Mapping[str, Any]
-OWN = ("default", "like", "without", "renamed", "fallback")  # never taken over
+OWN = ("default", "like", "without", "revised", "fallback")  # never taken over
 PINNED = ("commit", "tag", "wheel", "blobs", "series")  # taken over all together, or not at all
 _SHOWN = 'targets."{}".like'
 
@@ -24,7 +24,8 @@ def resolve(targets: Mapping[str, Table], name: str) -> dict[str, Any]:
 
     Contracts are taken over one by one, and a table of the target's own replaces the whole contract.  A target with
     pins of its own has a series of its own: the patches of the other one less those that `without` names, numbered
-    anew, then its own.  A patch cures what it cures there, less what is green or does not apply here.
+    anew, then its own.  A patch cures what it cures there, less what is green or does not apply here, unless `revised`
+    says what its form here is about.
 
     Raises:
         InheritanceError: ``like`` names no target, leads back, or contradicts the target's own keys.
@@ -48,10 +49,10 @@ def _resolve(targets: Mapping[str, Table], name: str, below: tuple[str, ...]) ->
     dropped = (*OWN, *PINNED) if repinned else OWN
     merged = {key: value for key, value in base.items() if key not in dropped} | own
     merged["contracts"] = {**base.get("contracts", {}), **own.get("contracts", {})}
-    merged["patches"] = [_taken_over(patch, merged) for patch in base.get("patches", [])]
+    merged["patches"] = [_taken_over(patch, merged, own) for patch in base.get("patches", [])]
     if repinned:
         kept = [patch for patch in merged["patches"] if slug(patch) not in own.get("without", {})]
-        merged["patches"] = _numbered([*kept, *own.get("patches", [])], own.get("renamed", {}))
+        merged["patches"] = _numbered([*kept, *own.get("patches", [])], own.get("revised", {}))
     return merged
 
 
@@ -60,7 +61,9 @@ def slug(patch: Table) -> str:
     return str(patch.get("file", ""))[5:].removesuffix(".patch")
 
 
-def _taken_over(patch: Table, target: Table) -> dict[str, Any]:
+def _taken_over(patch: Table, target: Table, own: Table) -> dict[str, Any]:
+    revised = own.get("revised", {}).get(slug(patch), {})
+    patch = {**patch, **{key: value for key, value in revised.items() if key != "name"}}
     cures = [
         contract
         for contract in patch.get("cures", [])
@@ -70,8 +73,8 @@ def _taken_over(patch: Table, target: Table) -> dict[str, Any]:
     return {**patch, "cures": cures}
 
 
-def _numbered(patches: list[dict[str, Any]], renamed: Mapping[str, str]) -> list[dict[str, Any]]:
-    names = [renamed.get(slug(patch), slug(patch)) for patch in patches]
+def _numbered(patches: list[dict[str, Any]], revised: Mapping[str, Table]) -> list[dict[str, Any]]:
+    names = [revised.get(slug(patch), {}).get("name", slug(patch)) for patch in patches]
     return [
         {**patch, "file": f"{number:04d}-{name}.patch"}
         for number, (patch, name) in enumerate(zip(patches, names, strict=True), start=1)

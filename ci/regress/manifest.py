@@ -175,6 +175,15 @@ class Patch(_Model):
     adds: dict[RelativePath, RelativePath] = {}
 
 
+class Revision(_Model):
+    """What is different about a patch that does something else on another release; what is None stays."""
+
+    name: Text | None = None  # the subject as the file has it
+    status: Status | None = None
+    reason: Text | None = None
+    cures: tuple[ContractId, ...] | None = None
+
+
 class ExtraWheel(Wheel):
     """Another project's wheel, unpacked beside the target for its imports; what it requires is not installed."""
 
@@ -197,7 +206,7 @@ class Target(_Model):
     default: bool = False
     like: Text | None = None
     without: dict[str, Text] = {}  # patches of the other series that this one lacks (number and suffix left out): why
-    renamed: dict[str, Text] = {}  # patches of the other series that do less here: the name by which they go
+    revised: dict[str, Revision] = {}  # patches of the other series that do something else here
     fallback: Text | None = None  # the target that runs where no interpreter of the range `python` is found
     project: Text
     repository: Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
@@ -381,11 +390,11 @@ def _target_contradictions(manifest: Manifest, where: str, target: Target) -> li
         problems.append(f"{where}: needs `wheel` or `commit`")
     if target.fallback is not None and target.fallback not in manifest.targets:
         problems.append(f"{where}.fallback: there is no target {target.fallback!r}")
-    if (target.without or target.renamed) and target.like is None:
-        problems.append(f"{where}: `without` and `renamed` need `like`")
+    if (target.without or target.revised) and target.like is None:
+        problems.append(f"{where}: `without` and `revised` need `like`")
     elif target.like is not None:
         theirs = {inherit.slug({"file": patch.file}) for patch in manifest.targets[target.like].patches}
-        for key in ("without", "renamed"):
+        for key in ("without", "revised"):
             unknown = sorted(set(getattr(target, key)) - theirs)
             if unknown:
                 problems.append(f"{where}.{key}: {target.like} has no patch {', '.join(unknown)}")

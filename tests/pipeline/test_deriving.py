@@ -176,7 +176,7 @@ def test_adapting(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(project, *command) == 0
     assert file.read_text() == f"fix: another subject\n\nAnother reason.\n\n{ADAPTATION}"
     project.patches[0]["file"] = "0001-fix-another-subject.patch"
-    table = '[targets."fake/v10".renamed]\n"cure-1" = "fix-another-subject"\n'
+    table = '[targets."fake/v10".revised]\n"cure-1" = { name = "fix-another-subject" }\n'
     toml = project.root / "patches" / "series.toml"
     toml.write_text(toml.read_text().replace('[targets."fake/v11"]', f'{table}[targets."fake/v11"]'))
     assert run(project, "derive") == 0

@@ -68,6 +68,16 @@ def test_other_release_with_a_series_of_its_own() -> None:
     assert len(BASE["patches"][1]["cures"]) == 3
 
 
+def test_a_patch_that_does_something_else_there() -> None:
+    revision = {"name": "fix-less", "reason": "half of it is in", "cures": ["a.three", "a.two"]}
+    contracts = {"a.two": {"stock": "green"}, "a.three": {"stock": {"raises": "E"}}}
+    found = child(commit="3" * 40, series="p/v2", revised={"fix-two": revision}, contracts=contracts)
+    assert [patch["file"] for patch in found["patches"]] == ["0001-fix-one.patch", "0002-fix-less.patch"]
+    assert (found["patches"][1]["reason"], found["patches"][1]["cures"]) == ("half of it is in", ["a.three"])
+    assert "name" not in found["patches"][1]
+    assert "revised" not in found
+
+
 @pytest.mark.parametrize(
     ("own", "said"),
     [
