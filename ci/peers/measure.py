@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ci.peers.loaders import OURS, PEERS, STOCK
+from ci.peers.loaders import OURS, PEERS
 from ci.peers.rows import DRIFT_ROW, ROWS
 from ci.peers.side import Sides
 
@@ -17,8 +17,8 @@ from ci.peers.side import Sides
 GATHERS = {
     "stock 0.5.0": ("stock", None),
     "stock 0.7.0": ("newest", None),
-    "slice": ("ours", "slices"),
-    "mean": ("ours", "averages"),
+    "slice": ("newest", "slices"),
+    "mean": ("newest", "averages"),
     OURS: ("ours", None),
 }
 
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     shared: int = 1000  # parameters, where the share of the cold ones varies
     shares: tuple[int, ...] = (0, 3, 10, 25, 50, 75)
     large: int = 256  # MiB of state in eight tensors, half of them cold
-    repeats: int = 5
+    repeats: int = 3
 
 
 FAST = Sizes(steps=(1, 4), degrees=(2,), every=5, counts=(20, 40), shared=20, shares=(0, 50), large=8, repeats=2)
@@ -122,6 +122,3 @@ def _rounded(value: Any) -> Any:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-BASELINE = STOCK

@@ -77,7 +77,8 @@ def _played(row: Row, peer: Peer, checkpointer: Checkpointer) -> dict[str, Any]:
         def load(party: Party) -> None:
             parties["resumed"] = party
             options = dict(row.options) if peer.side == "ours" else {}
-            _attempt(lambda: peer.load(owner, party.optimizer, party.model, place, grid._listed(party), **options), party)
+            arguments = (owner, party.optimizer, party.model, place, grid._listed(party))
+            _attempt(lambda: peer.load(*arguments, **options), party)
 
         try:
             played = play(row.scenario(), save, load)

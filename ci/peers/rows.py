@@ -18,6 +18,7 @@ MOMENTUM = "this momentum begins at zero, which is what a step with zero gradien
 FILLED = "0.7.0 fills its optimizer before the load, by itself and not by a step"
 LATER_RELEASE = "0.7.0 no longer adds the saved steps to those taken"
 SHAPE = "torch compares the shapes by itself where the template is no live optimizer's"
+STATELESS = "it keeps no state, so there is none to be missing"
 AT_BUILD = "the optimizer makes its state when it is built, so nothing is ever missing"
 
 
@@ -51,8 +52,8 @@ class Row:
 
 
 def _others() -> list[Row]:
-    ties = {"adagrad": AT_BUILD}
-    names = ("sgd-momentum", "sgd-nesterov", "adam-amsgrad", "nadam", "radam", "adamax", "adagrad", "adadelta")
+    ties = {"adagrad": AT_BUILD, "sgd": STATELESS}
+    names = ("sgd", "sgd-momentum", "sgd-nesterov", "adam-amsgrad", "nadam", "radam", "adamax", "adagrad", "adadelta")
     names += ("rmsprop-centered", "rprop", "asgd", "adafactor", "muon", "adamw-fused", "adamw-tensor-lr")
     names += ("step-in-group", "nested-state", "int8-with-scale")
     ties |= dict.fromkeys(("sgd-momentum", "muon", "step-in-group"), MOMENTUM)
