@@ -28,6 +28,7 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+NEWEST = "automodel/v0.7.0"  # the release that `peers` sets beside the default one
 PATIENCE_S = 20.0
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # Tried from the newest down where a target asks for another Python than the one that runs nox.
@@ -153,6 +154,14 @@ def impostors(session: nox.Session) -> None:
 def grid(session: nox.Session) -> None:
     """Run optimizers × cases on both sides and write `docs/grid.md`; names of rows after `--` print these alone."""
     _python(session, _interpreter, "-m", "ci.grid", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def peers(session: nox.Session) -> None:
+    """Set the ways to resume an optimizer side by side and write `docs/peers.md`; `-- --fast` for a short run."""
+    table = nox.project.load_toml("patches/series.toml")["targets"]
+    newest = _environment_of(session, table, NEWEST)[0] if _installs else _interpreter
+    _python(session, _interpreter, "-m", "ci.peers", "--newest-python", newest, *session.posargs)
 
 
 @nox.session(name="bench-loader", venv_backend="none", requires=["environment"], default=False)

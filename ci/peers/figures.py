@@ -126,9 +126,8 @@ def gradient(data: dict[str, Any]) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("EP degree (ranks)")
-        axes.set_ylabel("relative error of the gradient (norm, no unit)" if kind == "router" else "")
+        axes.set_ylabel("relative error of the gradient\n(ratio of norms)")
         axes.set_title(f"Gradient of the {title}", fontsize=9, loc="left")
-    panels[1].set_ylabel("relative error of the gradient (norm, no unit)")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, handlelength=3.5)
     return figure
@@ -187,14 +186,13 @@ def memory(data: dict[str, Any]) -> Figure:
         bars = axes.barh(peers, values, color="0.75", edgecolor="black", linewidth=0.8)
         bars[peers.index(OURS)].set(facecolor=LINES[OURS][0], hatch="//", edgecolor="white")
         bars[peers.index(STOCK)].set(facecolor="white")
-        axes.bar_label(
-            bars, labels=[f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in values], padding=2, fontsize=8
-        )
+        labels = [f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in values]
+        axes.bar_label(bars, labels=labels, padding=2, fontsize=8)
         axes.margins(x=0.15)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(label)
         axes.set_title(title, fontsize=9, loc="left")
-        axes.set_ylabel("peer" if key == "extra" else "")
+        axes.set_ylabel("peer")
     return figure
 
 

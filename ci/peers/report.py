@@ -87,8 +87,8 @@ def page(data: dict[str, Any]) -> str:
     lines += [
         "",
         "What is due is *exact* where the file is whole, however sparse, and *refused* where it is not, or not this",
-        "run's. **Bold** is what is due. A refusal of a whole file is not, nor is one that leaves the live run changed:",
-        "who catches it would go on from state that nobody made.",
+        "run's. **Bold** is what is due. A refusal of a whole file is not, nor is one after which the live run has",
+        "changed: who catches it would go on from state that nobody made.",
         "",
         "## Outcomes",
         "",

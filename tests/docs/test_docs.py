@@ -14,8 +14,8 @@ import pytest
 
 from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktree
 
-# What a run makes is held against a run, in tests/pipeline/test_extras.py.
-GENERATED = {REPOSITORY / "docs" / "grid.md"}
+# What a run makes is held against a run, in tests/pipeline/test_extras.py and test_peers.py.
+GENERATED = {REPOSITORY / "docs" / "grid.md", REPOSITORY / "docs" / "peers.md"}
 PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").rglob("*.md")) - GENERATED)]
 LOADED = manifest.load(PATCHES)
 NAME, TARGET = LOADED.select(None)
@@ -41,7 +41,7 @@ def commands(page: Path) -> list[str]:
 # Those of docs/applying.md are run in their order by test_applying.py.
 ALL_COMMANDS = sorted({command for page in PAGES if page.name != "applying.md" for command in commands(page)})
 REGRESS = re.compile(r"(?:nox -s regress(?: -- )?|python -m ci\.regress ?)(.*)")
-BY_HAND = re.compile(r"nox -s (grid|bench-loader|search|mutants|torch-range)")
+BY_HAND = re.compile(r"nox -s (grid|peers|bench-loader|search|mutants|torch-range)")
 
 
 @pytest.fixture(scope="module")
