@@ -50,7 +50,7 @@ MIB = 2**20
 def _line(axes: Axes, name: str, x: list[float], y: list[float], place: int) -> None:
     colour, marker, dashes = LINES[name]
     mine = {"linewidth": 2.0, "markersize": 5} if name == OURS else {"linewidth": 1.2, "markersize": 8, "zorder": 3}
-    every = max(1, len(x) // 3)
+    every = len(x) // 3 if len(x) > 6 else 1
     axes.plot(
         x,
         y,

@@ -104,13 +104,15 @@ def load_with_empty_dicts(owner: Any, optimizer: Any, model: Any, path: str, sch
     read = {"optim": flat} | ({"sched": schedulers[0].state_dict()} if schedulers else {})
     dcp.load(read, checkpoint_id=f"{path}/optim")
     names = {id(param): name for name, param in model.named_parameters()}
+    known = set(names.values())
     nested: dict[str, Any] = {"state": defaultdict(dict), "param_groups": []}
     options_of: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in read["optim"].items():
-        kind, _, rest = key.partition(".")
-        name = next((name for name in names.values() if rest.startswith(f"{name}.")), None)
-        if name is not None:
-            (nested["state"] if kind == "state" else options_of)[name][rest.removeprefix(f"{name}.")] = value
+        kind, *parts = key.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            if (name := ".".join(parts[:end])) in known:
+                (nested["state"] if kind == "state" else options_of)[name][".".join(parts[end:])] = value
+                break
     for group in optimizer.param_groups:
         members = [names[id(param)] for param in group["params"]]
         nested["param_groups"].append({"params": members, **(options_of[members[0]] if members else {})})

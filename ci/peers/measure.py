@@ -34,9 +34,20 @@ class Sizes(NamedTuple):
     shares: tuple[int, ...] = (0, 3, 10, 25, 50, 75)
     large: int = 256  # MiB of state in eight tensors, half of them cold
     repeats: int = 3
+    repeats_of_large: int = 9  # short, and at the mercy of the disk
 
 
-FAST = Sizes(steps=(1, 4), degrees=(2,), every=5, counts=(20, 40), shared=20, shares=(0, 50), large=8, repeats=2)
+FAST = Sizes(
+    steps=(1, 4),
+    degrees=(2,),
+    every=5,
+    counts=(20, 40),
+    shared=20,
+    shares=(0, 50),
+    large=8,
+    repeats=2,
+    repeats_of_large=2,
+)
 
 
 class Case(NamedTuple):
@@ -96,7 +107,8 @@ def costs(sides: Sides, sizes: Sizes) -> dict[str, Any]:
         for case in chosen:
             _say(case.name)
             found: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-            for repeat in range(sizes.repeats):
+            large = case in cases(sizes)["large"]
+            for repeat in range(sizes.repeats_of_large if large else sizes.repeats):
                 turn = repeat % len(PEERS)
                 for peer in PEERS[turn:] + PEERS[:turn]:
                     for operation in ("save", "load"):

@@ -145,6 +145,7 @@ def _cost(request: dict[str, Any]) -> Any:
         peer.load(owner, optimizer, model, warm, None)
     model, optimizer = build(case, int(request["operation"] == "save"))
     action = getattr(peer, request["operation"])
+    os.sync()  # what others wrote is not to be written now
     try:
         found = measure(lambda: action(owner, optimizer, model, path, None))
     except BaseException as failure:
