@@ -155,8 +155,8 @@ def _costs(data: dict[str, Any]) -> list[str]:
         f"greatest, of {sizes.repeats} pairs, and of {sizes.repeats_of_large} where parameters are large. Time is",
         "processor time; a save of large ones hangs on the disk too, as its spread shows. Memory is the peak beyond",
         "what there was before, and at least 1 MiB. Where stock refuses a file, the ratio is to its load of a",
-        "dense one of the same size. “–”: it does not load. Ours writes the name of each parameter that was never updated,",
-        "which is what its files have more than stock's.",
+        "dense one of the same size. “–”: it does not load. Ours writes the name of each parameter that was",
+        "never updated, which is what its files have more than stock's.",
         f"Taken with Python {machine['python']}, torch {machine['torch']}, {machine['cpus']} processors.",
         "",
     ]
