@@ -9,6 +9,8 @@ Rank processes import this module before anything else, so that a side that runs
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
 
 import torch
@@ -31,6 +33,8 @@ from nemo_automodel.components.utils.model_utils import apply_parameter_freezing
 import nemo_automodel_shim
 
 __all__ = [
+    "HAS_SELECTIVE_CHECKPOINTING",
+    "MOE_OPTIONS",
     "PRELOAD",
     "BackendConfig",
     "Checkpointer",
@@ -52,6 +56,10 @@ __all__ = [
 
 # For the world launcher: with this imported, a rank starts without importing transformers again.
 PRELOAD = (__name__,)
+
+# What 0.4.0 and commits soon after do not have.
+MOE_OPTIONS = frozenset(field.name for field in dataclasses.fields(MoEConfig))
+HAS_SELECTIVE_CHECKPOINTING = "selective" in inspect.signature(apply_ac).parameters
 
 
 class _Stream:
