@@ -281,6 +281,11 @@ def test_index_takes_the_patch_that_it_names() -> None:
     assert file.parent.parent.parent == PATCHES
 
 
+def test_index_has_short_lines() -> None:
+    text = (UPSTREAMING / "README.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > 125] == []
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("path", DESCRIPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_description(path: Path, check: object) -> None:
