@@ -84,16 +84,17 @@ def cpu_backend(**options: object) -> BackendConfig:
     return BackendConfig(**{**defaults, "rope_fusion": False, **options})
 
 
-def plain_checkpointer(directory: os.PathLike | str, rank: int = 0) -> Checkpointer:
-    """The release's Checkpointer writing plain DCP, without Hugging Face export."""
+def plain_checkpointer(directory: os.PathLike | str, rank: int = 0, **options: object) -> Checkpointer:
+    """The release's Checkpointer writing plain DCP, without Hugging Face export; ``options`` for its config."""
     # Named in full: 0.4.0 has no defaults for these.
-    config = CheckpointingConfig(
-        enabled=True,
-        checkpoint_dir=directory,
-        model_save_format="torch_save",
-        model_cache_dir=directory,
-        model_repo_id="none",
-        save_consolidated=False,
-        is_peft=False,
-    )
+    defaults = {
+        "enabled": True,
+        "checkpoint_dir": directory,
+        "model_save_format": "torch_save",
+        "model_cache_dir": directory,
+        "model_repo_id": "none",
+        "save_consolidated": False,
+        "is_peft": False,
+    }
+    config = CheckpointingConfig(**{**defaults, **options})
     return Checkpointer(config, dp_rank=rank, tp_rank=0, pp_rank=0)
