@@ -36,7 +36,9 @@ def test_part_of_a_run_is_not_recorded(cured: Project) -> None:
 def test_every_release_was_run_with_the_contracts_that_it_has_now() -> None:
     loaded = manifest.load(PATCHES)
     results = targets.read_results()
-    for name in ("automodel/v0.4.0", "automodel/v0.5.0", "automodel/v0.6.0", "automodel/v0.7.0", "molt/0.2.1"):
+    releases = [name for name in results if loaded.targets[name].wheel is not None]
+    assert loaded.select(None)[0] in releases
+    for name in releases:
         last = results[name]
         counted = sum(last.get(verdict.value.replace(" ", "_"), 0) for verdict in targets.COUNTED)
         assert (name, last["exit_status"], counted) == (name, 0, len(loaded.targets[name].contracts))
