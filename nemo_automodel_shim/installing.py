@@ -130,6 +130,8 @@ def _changes() -> list[tuple[Any, str, Any]]:
         ),
         (checkpointer, "save_optimizer", checkpointing.Checkpointer.save_optimizer),
         (checkpointer, "load_optimizer", checkpointing.Checkpointer.load_optimizer),
+        (checkpointer, "_do_save", checkpointing.by_its_own_name(checkpointer._do_save)),
+        (checkpointer, "_do_load", checkpointing.by_its_own_name(checkpointer._do_load)),
         (_module("components.models.deepseek_v4.config").DeepseekV4Config, "train_indexer", False),
         (_module("components.models.deepseek_v32.config").DeepseekV32Config, "train_indexer", False),
     ]

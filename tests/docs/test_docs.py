@@ -16,7 +16,10 @@ from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest, worktr
 
 # What a run makes is held against a run, in tests/pipeline/test_extras.py and test_peers.py.
 GENERATED = {REPOSITORY / "docs" / "grid.md", REPOSITORY / "docs" / "peers.md"}
-PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").rglob("*.md")) - GENERATED)]
+# What is sent to other projects speaks of their trees: test_upstreaming.py.
+UPSTREAMING = REPOSITORY / "docs" / "upstreaming"
+SENT = set(UPSTREAMING.glob("*/*.md"))
+PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").rglob("*.md")) - GENERATED - SENT)]
 LOADED = manifest.load(PATCHES)
 NAME, TARGET = LOADED.select(None)
 
@@ -28,14 +31,24 @@ PREFIX = "python3 -m venv .venv && .venv/bin/python -m pip install -q nox && .ve
 TWO_COMMANDS = [PREFIX + "regress", PREFIX + "tests"]
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def fenced(text: str, language: str) -> list[str]:
     """Contents of the fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Contents of a page's fenced blocks of one language."""
+    return fenced(page.read_text(encoding="utf-8"), language)
+
+
+def commands_in(text: str) -> list[str]:
+    """Every line of a console block that starts with the prompt."""
+    return [line[2:] for block in fenced(text, "console") for line in block.splitlines() if line.startswith("$ ")]
 
 
 def commands(page: Path) -> list[str]:
-    """Every line of a console block that starts with the prompt."""
-    return [line[2:] for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
+    """The commands of a page."""
+    return commands_in(page.read_text(encoding="utf-8"))
 
 
 # Those of docs/applying.md are run in their order by test_applying.py.

@@ -75,7 +75,6 @@ def test_a_patch_that_does_something_else_there() -> None:
     assert [patch["file"] for patch in found["patches"]] == ["0001-fix-one.patch", "0002-fix-less.patch"]
     assert (found["patches"][1]["reason"], found["patches"][1]["cures"]) == ("half of it is in", ["a.three"])
     assert "name" not in found["patches"][1]
-    assert "revised" not in found
 
 
 @pytest.mark.parametrize(

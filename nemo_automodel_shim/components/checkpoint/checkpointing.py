@@ -7,7 +7,9 @@ Upstream: ``nemo_automodel/components/checkpoint/checkpointing.py`` and ``statef
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,33 @@ from nemo_automodel_shim.components.checkpoint.sparse_optimizer_state import (
     positional_optimizer_state_dict,
     validate_optimizers_for_save,
 )
+
+
+class CheckpointPath(str):
+    """A path in which the question ``"/model" in path`` is answered by the last directory alone.
+
+    Upstream asks so whether a file of adapters is meant (0.5.0: ``checkpointing.py``, lines 964 and 990).
+    """
+
+    __slots__ = ()
+
+    def __contains__(self, part: object) -> bool:
+        if part == "/model":
+            return os.path.basename(os.path.normpath(self)) == "model"
+        return super().__contains__(part)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def by_its_own_name(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap upstream's ``_do_save`` or ``_do_load``: whether the path is the model's, its last directory says."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        return method(self, state_dict, CheckpointPath(path), *args, **kwargs)
+
+    return wrapped
 
 
 class Checkpointer:

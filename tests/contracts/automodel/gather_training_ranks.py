@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.contracts.automodel import impostors
 from tests.contracts.automodel.gather_ranks import DIM, EXPERTS, Case, Sums, build_layer, ep_mesh, shard, sums, tokens
 from tests.contracts.automodel.upstream import (
+    HAS_SELECTIVE_CHECKPOINTING,
     apply_ac,
     apply_ep,
     apply_fsdp,
@@ -32,7 +33,7 @@ CHECKPOINTING: dict[str, dict[str, bool] | None] = {
     "none": None,
     "router-saved": {"ignore_router": True},
     "router-recomputed": {"ignore_router": False},
-    "selective": {"selective": True},
+    **({"selective": {"selective": True}} if HAS_SELECTIVE_CHECKPOINTING else {}),
 }
 MAX_NORM = 0.5
 MICRO_BATCHES = 2

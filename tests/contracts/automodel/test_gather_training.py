@@ -69,7 +69,8 @@ def test_checkpointed_gradients_equal_one_process(
 @pytest.mark.parametrize("size", SIZES)
 def test_idle_biases_save_and_resume(size: int, tmp_path: Path) -> None:
     found = run_world(gather_training_ranks.bias_checkpoint, size, tmp_path, preload=PRELOAD)
-    assert found == [[]] * size
+    for rank, different in enumerate(found):
+        assert not different, f"on rank {rank} differ from the run that never stopped: {different[:3]}"
 
 
 @pytest.mark.contract("gather.compiled", meaning="with the rest of the block compiled, gradients are one process's")

@@ -123,6 +123,22 @@ def test_half_an_entry_is_refused_by_name(entry: str, tmp_path: Path) -> None:
     assert not changed, f"the refused load changed {changed[:3]}"
 
 
+@pytest.mark.contract(
+    "checkpoint.model-in-path", meaning="an adapter run resumes below a directory whose name starts with model"
+)
+@pytest.mark.parametrize("name", ["models", "model"])
+def test_adapter_run_below_a_directory_named_like_the_model(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    adapters = {"is_peft": True, "model_save_format": "safetensors"}
+    run = start_run()
+    run.train(range(3), ["used", "late", "never"])
+    plain_checkpointer(path, **adapters).save_optimizer(run.optimizer, run.model, str(path), run.scheduler)
+    resumed = fresh_copy(run)
+    checkpointer = plain_checkpointer(path, **adapters)
+    checkpointer.load_optimizer(resumed.optimizer, resumed.model, str(path), resumed.scheduler)
+    assert differences(run.snapshot(), resumed.snapshot()) == []
+
+
 @pytest.mark.contract("sparse.model-strictness", meaning="a model checkpoint that lacks a parameter is still refused")
 def test_model_state_stays_strict(tmp_path: Path) -> None:
     run = start_run(("used", "late"))

@@ -9,6 +9,8 @@ Rank processes import this module before anything else, so that a side that runs
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
 
 import torch
@@ -31,6 +33,8 @@ from nemo_automodel.components.utils.model_utils import apply_parameter_freezing
 import nemo_automodel_shim
 
 __all__ = [
+    "HAS_SELECTIVE_CHECKPOINTING",
+    "MOE_OPTIONS",
     "PRELOAD",
     "BackendConfig",
     "Checkpointer",
@@ -52,6 +56,10 @@ __all__ = [
 
 # For the world launcher: with this imported, a rank starts without importing transformers again.
 PRELOAD = (__name__,)
+
+# What 0.4.0 and commits soon after do not have.
+MOE_OPTIONS = frozenset(field.name for field in dataclasses.fields(MoEConfig))
+HAS_SELECTIVE_CHECKPOINTING = "selective" in inspect.signature(apply_ac).parameters
 
 
 class _Stream:
@@ -76,16 +84,17 @@ def cpu_backend(**options: object) -> BackendConfig:
     return BackendConfig(**{**defaults, "rope_fusion": False, **options})
 
 
-def plain_checkpointer(directory: os.PathLike | str, rank: int = 0) -> Checkpointer:
-    """The release's Checkpointer writing plain DCP, without Hugging Face export."""
+def plain_checkpointer(directory: os.PathLike | str, rank: int = 0, **options: object) -> Checkpointer:
+    """The release's Checkpointer writing plain DCP, without Hugging Face export; ``options`` for its config."""
     # Named in full: 0.4.0 has no defaults for these.
-    config = CheckpointingConfig(
-        enabled=True,
-        checkpoint_dir=directory,
-        model_save_format="torch_save",
-        model_cache_dir=directory,
-        model_repo_id="none",
-        save_consolidated=False,
-        is_peft=False,
-    )
+    defaults = {
+        "enabled": True,
+        "checkpoint_dir": directory,
+        "model_save_format": "torch_save",
+        "model_cache_dir": directory,
+        "model_repo_id": "none",
+        "save_consolidated": False,
+        "is_peft": False,
+    }
+    config = CheckpointingConfig(**{**defaults, **options})
     return Checkpointer(config, dp_rank=rank, tp_rank=0, pp_rank=0)
