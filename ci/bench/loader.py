@@ -15,13 +15,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ci.bench.timing import Spread, measure, ratio, write
+from ci.bench.timing import Spread, in_a_child, measure, ratio, write
 from ci.regress import PATCHES, REPOSITORY, WHEEL_CACHE, fetch, manifest
 
 SIDES = ("stock", "patched")
@@ -120,23 +119,10 @@ def _process(side: str, operation: str, case: Case, path: Path) -> dict[str, flo
     if operation == "save":
         shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True, exist_ok=True)
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = {"figures": work(side, operation, case, str(path))}
-        except BaseException:
-            answer = {"error": traceback.format_exc()}
-        os.write(sending, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    answer = json.loads(text) if text else {"error": f"ended with status {status}"}
-    if "error" in answer:
-        raise RuntimeError(f"{side} {operation} {case.name}: {answer['error']}")
-    return answer["figures"]
+    try:
+        return in_a_child(lambda: work(side, operation, case, str(path)))
+    except RuntimeError as error:
+        raise RuntimeError(f"{side} {operation} {case.name}: {error}") from None
 
 
 def summary(taken: dict[str, Any], chosen: list[Case]) -> tuple[dict[str, Any], list[str]]:

@@ -10,6 +10,7 @@ import platform
 import re
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +52,34 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
         ValueError: If the two have not the same number of measurements, or none.
     """
     return Spread.of(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+def in_a_child(work: Callable[[], Any]) -> Any:
+    """Run ``work`` in a forked process, with everything imported that is imported here, and return what it returns.
+
+    Args:
+        work: What to run; its result must be JSON.
+
+    Raises:
+        RuntimeError: With the child's traceback, or with its wait status if it left no answer.
+    """
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = {"found": work()}
+        except BaseException:
+            answer = {"failed": traceback.format_exc()}
+        os.write(sending, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    answer = json.loads(text) if text else {"failed": f"ended with status {status}"}
+    if "failed" in answer:
+        raise RuntimeError(answer["failed"])
+    return answer["found"]
 
 
 def measure(action: Callable[[], Any]) -> dict[str, float]:

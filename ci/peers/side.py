@@ -157,23 +157,9 @@ def _cost(request: dict[str, Any]) -> Any:
 
 
 def _forked(request: dict[str, Any]) -> Any:
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = {"found": _cost(request)}
-        except BaseException:
-            answer = {"failed": traceback.format_exc()}
-        os.write(sending, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    answer = json.loads(text) if text else {"failed": f"ended with status {status}"}
-    if "failed" in answer:
-        raise RuntimeError(answer["failed"])
-    return answer["found"]
+    from ci.bench.timing import in_a_child
+
+    return in_a_child(lambda: _cost(request))
 
 
 REQUESTS = {"rows": _rows, "drift": _drift, "gradient": _gradient, "cost": _forked}

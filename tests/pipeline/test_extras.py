@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ci import grid, mutants
-from ci.bench.timing import Spread, measure, ratio
+from ci.bench.timing import Spread, in_a_child, measure, ratio
 from ci.regress import REPOSITORY
 
 
@@ -43,6 +45,14 @@ def test_a_fault_whose_text_is_gone_is_an_error(capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(mutants, "MUTANTS", [gone])
     assert mutants.main([]) == 2
     assert "gone: its text is 0 times" in capsys.readouterr().err
+
+
+def test_a_measurement_in_a_child_answers_or_says_why_not() -> None:
+    assert in_a_child(lambda: {"mib": 2.5, "process": os.getpid()})["process"] != os.getpid()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        in_a_child(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="ended with status 768"):  # 3, as waitpid has it
+        in_a_child(lambda: os._exit(3))
 
 
 def test_arithmetic_of_the_benchmarks() -> None:
